@@ -1,0 +1,61 @@
+"""写文件的唯一办法：先写临时文件，落盘，再改名，所以别人看到的文件总是完整的。
+
+    with atomic_write(path) as temporary:
+        torch.save(state, temporary)
+
+这里**不**校验内容，也不加锁：改名之后文件完整，但内容对不对由读的人核对。
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tokens.errors import UserError
+
+
+def fsync_path(path: Path) -> None:
+    """把文件（或目录项）真正写到盘上；不支持对目录 fsync 的系统（Windows）跳过目录。"""
+    flags = os.O_RDONLY if os.name == "posix" else os.O_RDWR
+    if os.name != "posix" and path.is_dir():
+        return
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
+    """给出同一文件夹里的临时路径；with 块正常结束才 fsync 并改名为 `path`，否则删掉临时文件。
+
+    临时文件必须与目标在同一文件夹：跨文件系统的改名不是原子的。
+    磁盘已满、没有写权限时抛 `UserError`；其他异常原样抛出。被 SIGKILL 时留下的 `*.tmp` 没有人读。
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        fsync_path(temporary)
+        os.replace(temporary, path)
+        fsync_path(path.parent)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if (problem := describe_write_error(error, path)) is not None:
+            raise UserError(problem) from error
+        raise
+
+
+def describe_write_error(error: BaseException, path: Path) -> str | None:
+    """写 `path` 时的系统错误换成一句话；不是写盘问题就返回 None。"""
+    number = getattr(error, "errno", None)
+    # torch.save 把写失败报成 RuntimeError，消息里只有 "file write failed" 一类的话，没有 errno。
+    torch_write = isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error)
+    if number in (errno.ENOSPC, errno.EDQUOT) or torch_write:
+        return f"写不下 {path}：磁盘已满或配额用尽；请腾出空间，或换一个输出位置，然后重新运行。"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"不能写 {path}：没有写权限；请改权限，或换一个输出位置。"
+    return None
