@@ -2,10 +2,7 @@
 
 结构与 Llama 相同，所以同样的权重放进 Hugging Face 的 Llama，logits 与每个梯度都相等
 （`tests/test_model.py`）。这里没有：偏置、dropout、KV 缓存和生成——训练用不到它们。
-
-    from model import GPT, GPTConfig
-    model = GPT(GPTConfig(d_model=128, n_layer=4, n_head=4))
-    logits, loss = model(x, y)            # x、y：(B, T) 的 int64；loss 是有效 token 上的平均
+用法：`logits, loss = GPT(GPTConfig())(x, y)`，x、y 是 (B, T) 的 int64。
 """
 
 import math
@@ -34,8 +31,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_head", "n_layer", "seq_len"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
+            if type(value := getattr(self, name)) is not int or value < 1:
                 raise ValueError(f"{name}={value!r}：要一个不小于 1 的整数")
         if self.d_model % (2 * self.n_head):  # RoPE 把一个头的维数两两配对
             given = f"d_model={self.d_model}、n_head={self.n_head}"
@@ -68,8 +64,7 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """因果注意力的定义：softmax(QKᵀ/√head_dim + 掩码)·V，形状都是 (B, H, T, head_dim)。"""
-    length = q.size(-2)
-    mask = torch.full((length, length), -math.inf, device=q.device, dtype=q.dtype).triu(1)
+    mask = q.new_full((q.size(-2), q.size(-2)), -math.inf).triu(1)  # 上三角（未来）是 −∞
     scores = q @ k.transpose(-2, -1) * q.size(-1) ** -0.5 + mask  # (B, H, T, T)
     return scores.softmax(dim=-1) @ v
 
@@ -89,9 +84,7 @@ class Attention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 各 (B, H, T, head_dim)
         q, k = rotate(q, rope), rotate(k, rope)
         mode = self.config.attention
-        if mode == "auto":
-            mode = "explicit" if x.is_cpu and T <= EXPLICIT_MAX_LEN else "sdpa"
-        if mode == "explicit":
+        if mode == "explicit" or (mode == "auto" and x.is_cpu and T <= EXPLICIT_MAX_LEN):
             y = explicit_attention(q, k, v)
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -141,12 +134,11 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """权重 ~ N(0, 0.02²)；写回残差流的 2L 个矩阵再除以 √(2L)，使残差流的方差不随层数增长。"""
+        """权重 ~ N(0, 0.02²)；写回残差流的 2L 个矩阵再除以 √(2L)，残差流的方差便不随层数增长。"""
         for name, p in self.named_parameters():
             if p.dim() >= 2:
                 residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
-                shrink = math.sqrt(2 * self.config.n_layer) if residual else 1.0
-                nn.init.normal_(p, std=0.02 / shrink)
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer * residual or 1))
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, *,
@@ -161,8 +153,7 @@ class GPT(nn.Module):
         if idx.size(1) > self.config.seq_len:
             limit = f"{idx.size(1)} 个 token 超过了模型的 seq_len={self.config.seq_len}"
             raise ValueError(f"{limit}：请截短输入，或用更大的 seq_len 建模型")
-        x = self.embed(idx)  # (B, T, d)
-        rope = self.rope[:, : idx.size(1)]
+        x, rope = self.embed(idx), self.rope[:, : idx.size(1)]  # x：(B, T, d)
         for block in self.blocks:
             x = block(x, rope)
         x = self.norm(x)
