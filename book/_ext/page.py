@@ -1,0 +1,223 @@
+"""书页里的代码单元用到的全部东西：运行脚本、读结果、画图、把数字交给正文。
+
+    from _ext.page import glue, measured, plt, results, run, show_figure
+
+书页（`book/*.md`）执行时工作目录是 `book/`，所以 `_ext` 和 `figures` 可以直接导入。
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import join
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[2]
+for _folder in (ROOT / "book", ROOT):  # import model 指的是这份代码，而不是别处安装的那份
+    if str(_folder) not in sys.path:
+        sys.path.insert(0, str(_folder))
+
+from figures.style import use_style  # noqa: E402  要等 sys.path 就绪
+
+__all__ = [
+    "ROOT", "Finished", "ScriptError", "glue", "measured", "plt", "results", "run", "show_figure",
+]
+
+TERMINATE_GRACE = 40.0  # 秒；torchrun 收到 SIGTERM 后最多给各 rank 30 秒
+_started: dict[str, float] = {}  # 本页运行过的脚本（文件名去掉 .py）-> 开始时刻
+
+
+class ScriptError(RuntimeError):
+    """脚本失败或超时；消息里有命令、退出码和脚本的 stderr。"""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """一次成功的运行：读者会键入的命令、标准输出、标准错误、耗时（秒）。"""
+
+    command: str
+    stdout: str
+    stderr: str
+    seconds: float
+
+    def __repr__(self) -> str:  # 单元的最后一行是 run(...) 时，不再把输出重复显示一遍
+        return f"<{self.command}：{self.seconds:.1f} 秒>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {}
+
+
+def run(
+    script: str,
+    *args: object,
+    nproc: int | None = None,
+    timeout: float = 900.0,
+    env: dict[str, str] | None = None,
+    threads: int | None = None,
+    quiet: bool = False,
+    expect: int = 0,
+) -> Finished:
+    """在独立进程里、以仓库根目录为工作目录运行一个脚本，先印命令再印它的标准输出。
+
+    Args:
+        script: 相对仓库根目录的路径，如 `experiments/speed.py`。
+        args: 命令行参数，逐个转成字符串。
+        nproc: 给出时经 `torchrun --standalone --nproc-per-node nproc` 启动。
+        timeout: 秒；超时则结束整组进程并抛出 ScriptError。
+        env: 另加的环境变量，会作为前缀印在命令里。
+        threads: 每个进程的计算线程数；默认把可用的核平分给各进程。
+        quiet: 不印任何东西，只返回结果。
+        expect: 期望的退出码；演示"用错了会怎样"时可设为 2，此时 stderr 一并印出。
+
+    Raises:
+        ScriptError: 脚本不存在、退出码不是 `expect`，或超时；消息带着脚本的 stderr。
+    """
+    command, shown = _command(script, [str(a) for a in args], nproc, env or {})
+    started = _started[Path(script).stem] = time.time()
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=_environment(nproc or 1, threads) | (env or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,  # 自成一组，超时时才能连同子进程一起结束
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        stdout, stderr = _terminate(process)
+        raise ScriptError(_report(shown, f"超过 {timeout:g} 秒仍未结束", stdout, stderr)) from None
+    except BaseException:  # 构建被中断时不留下孤儿进程
+        _terminate(process)
+        raise
+    if process.returncode != expect:
+        reason = f"退出码 {process.returncode}（应为 {expect}）"
+        raise ScriptError(_report(shown, reason, stdout, stderr))
+    done = Finished(shown, stdout, stderr, time.time() - started)
+    if not quiet:
+        print(f"$ {shown}", stdout + (stderr if expect else ""), sep="\n", end="", flush=True)
+    return done
+
+
+def _command(
+    script: str, args: list[str], nproc: int | None, env: dict[str, str]
+) -> tuple[list[str], str]:
+    """真正执行的命令，以及读者会键入的写法。"""
+    if not (ROOT / script).is_file():
+        raise ScriptError(f"没有脚本 {script}：路径要相对仓库根目录写，如 experiments/speed.py")
+    launcher, shown = [sys.executable], ["python"]
+    if nproc is not None:
+        flags = ["--standalone", "--nproc-per-node", str(nproc)]
+        # -m 的写法等于 torchrun，但不要求虚拟环境的 bin 目录在 PATH 里
+        launcher, shown = [*launcher, "-m", "torch.distributed.run", *flags], ["torchrun", *flags]
+    prefix = "".join(f"{name}={value} " for name, value in env.items())
+    return [*launcher, script, *args], prefix + join([*shown, script, *args])
+
+
+def _environment(processes: int, threads: int | None) -> dict[str, str]:
+    """脚本的环境：线程数写明、不弹窗口、只用本机网络、UTF-8、导入这份仓库的代码。"""
+    if threads is None:
+        usable = getattr(os, "process_cpu_count", None)  # Python 3.13 起
+        affinity = getattr(os, "sched_getaffinity", None)  # 只有 Linux 有
+        cores = usable() if usable else len(affinity(0)) if affinity else os.cpu_count()
+        threads = max(1, (cores or 1) // processes)
+    env = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
+    return env | {
+        "OMP_NUM_THREADS": str(threads),  # 不写明时 torchrun 会悄悄设成 1
+        "MKL_NUM_THREADS": str(threads),
+        "MPLBACKEND": "Agg",
+        "GLOO_SOCKET_IFNAME": _loopback(),
+        "PYTHONUTF8": "1",
+        "PYTHONIOENCODING": "utf-8",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "COLUMNS": "100",  # 帮助和表格的折行宽度不随终端变化
+    }
+
+
+def _loopback() -> str:
+    """本机回环网卡的名字：Linux 是 lo，macOS 是 lo0；Windows 上 gloo 不看这个变量。"""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def _terminate(process: subprocess.Popen) -> tuple[str, str]:
+    """先请进程组退出，宽限期后强行结束；返回它已经写出的内容。"""
+    killpg = getattr(os, "killpg", None)  # Windows 没有进程组信号
+    if killpg:
+        killpg(process.pid, signal.SIGTERM)
+    else:
+        process.terminate()
+    try:
+        return process.communicate(timeout=TERMINATE_GRACE)
+    except subprocess.TimeoutExpired:
+        killpg(process.pid, signal.SIGKILL) if killpg else process.kill()
+        return process.communicate()
+
+
+def _report(shown: str, reason: str, stdout: str, stderr: str) -> str:
+    """失败的说明：命令、原因、stderr 全文（进度条只留最后一帧），stdout 只留末尾。"""
+    lines = [line.rsplit("\r", 1)[-1] for line in stderr.rstrip().split("\n")]
+    tail = "\n".join(stdout.rstrip().split("\n")[-20:])
+    return (
+        f"脚本失败：{reason}\n$ {shown}\n"
+        f"--- 标准输出的末尾 ---\n{tail}\n--- stderr ---\n" + "\n".join(lines[-200:])
+    )
+
+
+def results(name: str) -> pd.DataFrame:
+    """读 `results/<name>.csv`：脚本在这次构建里留下的结果。
+
+    同名脚本本页刚运行过、文件却更旧时抛出 ScriptError：绝不把上一次的数字画在新代码下面。
+    """
+    path = ROOT / "results" / f"{name}.csv"
+    if not path.is_file():
+        raise ScriptError(f"没有 results/{name}.csv：写出它的脚本要先在本页用 run(...) 运行")
+    # 文件时间戳的粒度可能粗到 2 秒
+    if path.stat().st_mtime < _started.get(name, 0.0) - 2.0:
+        raise ScriptError(f"results/{name}.csv 比 {name}.py 的这次运行还旧：脚本没有重写它")
+    return pd.read_csv(path)
+
+
+def measured(name: str) -> pd.DataFrame:
+    """读 `book/measured/<name>.csv`：太长、不在构建里重跑的测量，随仓库提交。"""
+    path = ROOT / "book" / "measured" / f"{name}.csv"
+    if not path.is_file():
+        raise ScriptError(f"没有 book/measured/{name}.csv")
+    return pd.read_csv(path)
+
+
+def glue(name: str, value: Any, *, display: bool = False) -> None:
+    """把一个值交给正文，正文里写 `` {glue:text}`name:.1f` ``；默认不在单元下面显示。"""
+    import myst_nb  # 只有书页需要它；测试导入本模块时不必有
+
+    if isinstance(value, np.generic):  # 否则正文里会出现 np.float64(1.5)
+        value = value.item()
+    myst_nb.glue(name, value, display=display)
+
+
+def show_figure(figure: Figure, name: str) -> None:
+    """把一张图交给正文，由 `{glue:figure} name` 安放并配上图注、替代文字和标签。"""
+    glue(name, figure)
+    plt.close(figure)  # 否则单元结束时内嵌后端会再显示一次
+
+
+def _prepare_figures() -> None:
+    """设好全书的图形样式；在书页的内核里让图以 SVG 输出。"""
+    use_style()
+    if "ipykernel" in sys.modules:
+        from matplotlib_inline.backend_inline import set_matplotlib_formats
+
+        set_matplotlib_formats("svg")
+
+
+_prepare_figures()
