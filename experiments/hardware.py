@@ -1,0 +1,104 @@
+"""这台机器能做什么：CPU 指令集、能否编译、实测的矩阵乘法峰值；GPU 的峰值查设备表。
+
+设备表本身在 `experiments/hardware_table.py`（只用标准库，`budget` 也读它）。
+"""
+
+import os
+import platform
+import shutil
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from experiments.hardware_table import DEVICES, Device, find_device
+
+__all__ = ["DEVICES", "Device", "find_device"]
+
+
+def cpu_name() -> str:
+    """CPU 的商品名；查不到时给出架构名。"""
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+@cache
+def instruction_sets() -> tuple[str, ...]:
+    """与矩阵乘法有关的指令集，从弱到强；查不到（macOS、Windows）时退回 PyTorch 的判断。"""
+    names = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith(("flags", "Features")):
+                flags = line.split(":", 1)[1].split()
+                return tuple(name for name in names if name in flags)
+    return (torch.backends.cpu.get_cpu_capability().lower(),)
+
+
+def bf16_support(device: str = "cpu") -> tuple[bool, str]:
+    """这个设备是否有 bf16 矩阵指令，以及理由；没有时 autocast 只会变慢，不会变快。"""
+    if torch.device(device).type == "cuda":
+        if torch.cuda.get_device_capability() >= (8, 0):
+            return True, "GPU 的 Tensor Core 支持 bf16（Ampere 及以后）"
+        return False, "这块 GPU 早于 Ampere，没有 bf16 的 Tensor Core"
+    found = [name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in instruction_sets()]
+    if found:
+        return True, f"CPU 有 bf16 指令（{found[0]}）"
+    return False, "CPU 没有 bf16 指令（AVX512-BF16、AMX 或 ARM 的 bf16）"
+
+
+def compile_support() -> tuple[bool, str]:
+    """torch.compile 能否用，以及理由；CPU 后端要一个 C++ 编译器。"""
+    if sys.platform == "win32":
+        return False, "Windows 上 torch.compile 需要 MSVC，这里不依赖它"
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
+    if compiler is None or shutil.which(compiler) is None:
+        return False, "找不到 C++ 编译器（g++ 或 clang++）；装上后 torch.compile 即可用"
+    return True, f"torch.compile 用 {compiler} 编译"
+
+
+def describe() -> dict[str, str]:
+    """写进每个结果文件的机器与版本，让数字知道自己是在哪里量的。"""
+    return {
+        "cpu": cpu_name(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "isa": " ".join(instruction_sets()),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def matmul_peak(
+    dtype: torch.dtype = torch.float32, *, size: int = 2048, seconds: float = 0.5
+) -> float:
+    """实测的矩阵乘法峰值，FLOP/s：`size`³ 的乘法重复约 `seconds` 秒，取最快的一次。
+
+    MFU 的分母。取最快而不取平均：峰值问的是硬件能做到多少，别的进程只会让它变慢。
+    """
+    a, b = torch.randn(2, size, size).to(dtype)
+    out = torch.empty(size, size, dtype=dtype)
+    torch.mm(a, b, out=out)  # 第一次要选内核、重排权重
+    best, deadline = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def peak_flops(device: str = "cpu") -> float | None:
+    """设备的稠密 bf16 峰值，FLOP/s；GPU 查表，不认识返回 None（宁可没有 MFU，也不给错的）。
+
+    CPU 没有可查的表：用 `matmul_peak()` 当场测。
+    """
+    if torch.device(device).type != "cuda":
+        return None
+    found = find_device(torch.cuda.get_device_name(device))
+    return found.peak_bf16 if found else None
