@@ -28,7 +28,15 @@ for _folder in (ROOT / "book", ROOT):  # import model 指的是这份代码，�
 from figures.style import use_style  # noqa: E402  要等 sys.path 就绪
 
 __all__ = [
-    "ROOT", "Finished", "ScriptError", "glue", "measured", "plt", "results", "run", "show_figure",
+    "ROOT",
+    "Finished",
+    "ScriptError",
+    "glue",
+    "measured",
+    "plt",
+    "results",
+    "run",
+    "show_figure",
 ]
 
 TERMINATE_GRACE = 40.0  # 秒；torchrun 收到 SIGTERM 后最多给各 rank 30 秒
