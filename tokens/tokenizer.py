@@ -1,0 +1,91 @@
+"""字节级 BPE 分词器：用 HF tokenizers 训练（几秒），存成 tiktoken 的格式，处处用 tiktoken 编解码。
+
+文件每行一个词条：词条字节的 base64，空格，名次（rank）。名次既是 token id，也是合并的先后。
+这里**没有**特殊词条（如 <|endoftext|>）：词表恰好是 256 个字节加上合并出来的词条。
+"""
+
+import base64
+import binascii
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import tiktoken
+
+from tokens.errors import UserError
+
+# 先按这个模式把文本切成小段，合并不跨段：一个标点可以粘在后面的字前，数字至多三位一段，
+# 连续的标点带上其后的换行。改自 GPT-4 的 cl100k 模式，去掉了英语的缩写。
+PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
+
+
+def byte_symbols() -> dict[str, int]:
+    """HF 字节级 BPE 用来代表 256 个字节的可见字符 → 字节（GPT-2 的约定）。"""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    symbols = {chr(byte): byte for byte in visible}
+    return symbols | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
+    """训练得到 {词条字节: 名次}，至多 `vocab_size` 条；文本太少时不足。
+
+    结果与线程数无关：次数相同的候选按 id 决出先后。库自己的线程池仍然关掉，免得 fork 之后告警。
+    """
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    previous = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        symbols = byte_symbols()
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ])
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size, initial_alphabet=sorted(symbols), show_progress=False
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+    finally:
+        if previous is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = previous
+    ranks = {
+        bytes(symbols[symbol] for symbol in entry): rank
+        for entry, rank in tokenizer.get_vocab().items()
+    }
+    return dict(sorted(ranks.items(), key=lambda item: item[1]))
+
+
+def dump_tiktoken(ranks: dict[bytes, int]) -> bytes:
+    """tiktoken 文件的内容。"""
+    lines = (base64.b64encode(entry) + b" %d\n" % rank for entry, rank in ranks.items())
+    return b"".join(lines)
+
+
+def load_tokenizer(path: str | os.PathLike | None = None) -> tiktoken.Encoding:
+    """从 `tokenizer.tiktoken`（文件，或它所在的文件夹；默认内置语料的）建 `tiktoken.Encoding`。
+
+    不用 tiktoken 自己的读取函数：它按路径名缓存到系统临时目录，重新训练之后读到的还是旧词表。
+    文件不存在或损坏时抛 `UserError`；默认位置还没有时先准备。
+    """
+    from tokens.data import resolve
+
+    path = resolve(path, "tokenizer.tiktoken")
+    try:
+        pairs = (line.split() for line in path.read_bytes().splitlines())
+        ranks = {base64.b64decode(entry, validate=True): int(rank) for entry, rank in pairs}
+        if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
+            raise ValueError("名次不连续")
+        return encoding(ranks)
+    except (ValueError, binascii.Error) as error:
+        raise UserError(f"{path} 不是完好的 tiktoken 词表：请删掉它，重新准备数据。") from error
+
+
+def encoding(ranks: dict[bytes, int]) -> tiktoken.Encoding:
+    """词表 → 可以编解码的 `tiktoken.Encoding`。"""
+    return tiktoken.Encoding(
+        "tokens", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={}
+    )
