@@ -1,0 +1,107 @@
+"""各测试模块共用的 fixture：真实数据、一份随机小数据、以及像读者那样启动一个脚本。"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tokens import load_tokens
+from tokens.data import id_dtype
+from tokens.files import atomic_write
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# 子进程的环境：单线程（两个核要分给几个进程），gloo 走回环网卡，画图不开窗口，中文不乱码。
+CHILD_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    "MPLBACKEND": "Agg",
+    "PYTHONUTF8": "1",
+    "PYTHONUNBUFFERED": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def tokens() -> dict:
+    """真实数据 {train, val, meta}；这台机器上还没有时先准备（第一次要下载语料）。"""
+    return load_tokens(vocab_size=8192)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokens(tmp_path_factory) -> Path:
+    """一份随机小数据的 `tokens.pt` 路径：词表 256，训练 4096、验证 1024 个 id，没有分词器。"""
+    path = tmp_path_factory.mktemp("tiny") / "tokens.pt"
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"train": 4096, "val": 1024}
+    data = {
+        name: torch.randint(256, (size,), generator=generator).to(id_dtype(256))
+        for name, size in sizes.items()
+    }
+    with atomic_write(path) as temporary:
+        torch.save({**data, "meta": {"corpus": "随机", "vocab_size": 256}}, temporary)
+    return path
+
+
+@pytest.fixture(scope="session")
+def run_script() -> Callable[..., subprocess.CompletedProcess]:
+    """像读者那样从仓库根启动脚本：`run_script(path, *args, nproc=None, env=None, timeout=120)`。
+
+    `nproc` 给出时用 torchrun 启动这么多个进程。返回 CompletedProcess（stdout、stderr 是文本），
+    退出码由测试自己检查；超时则杀掉它和它的全部后代，并以已有的输出报告失败。
+    """
+    return _run_script
+
+
+def _run_script(
+    path: str | Path,
+    *args: object,
+    nproc: int | None = None,
+    env: dict[str, str] | None = None,
+    timeout: float = 120,
+) -> subprocess.CompletedProcess:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    command = [sys.executable, *(torchrun if nproc else []), str(path), *map(str, args)]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **CHILD_ENV, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException as error:
+            kill_tree(process.pid)
+            stdout, stderr = process.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                shown = f"stdout：\n{stdout[-3000:]}\nstderr：\n{stderr[-3000:]}"
+                pytest.fail(f"{timeout} s 内没有结束：{' '.join(command)}\n{shown}")
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def kill_tree(pid: int) -> None:
+    """杀掉进程和它的全部后代：torchrun 给每个 worker 开了新的会话，只杀进程组会漏掉它们。"""
+    try:
+        root = psutil.Process(pid)
+        family = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        try:
+            member.send_signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+        except psutil.NoSuchProcess:
+            pass
