@@ -64,8 +64,8 @@ def run_main(main: Callable, options_type: type) -> None:
     """脚本的入口：由 dataclass 生成命令行并运行；使用者的错误只报一句，退出码 2。"""
     import tyro
 
-    options = tyro.cli(options_type, description=sys.modules[main.__module__].__doc__)
-    try:
+    try:  # Options 的 __post_init__ 也可以抛 UserError
+        options = tyro.cli(options_type, description=sys.modules[main.__module__].__doc__)
         main(options)
     except UserError as error:
         print(f"错误：{error}", file=sys.stderr)
