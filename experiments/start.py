@@ -1,0 +1,77 @@
+"""一次训练从哪里开始：从头、续训，或者已有的权重。"""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from experiments import checkpoint
+from experiments.pretrained import load_llama
+from experiments.train_options import STRUCTURE, Options, check
+from experiments.world import World
+from model import GPTConfig
+from tokens.errors import UserError
+
+
+@dataclass
+class Start:
+    """从哪里开始：最终的选项、模型结构、权重（None 表示随机），续训时还有整个检查点。"""
+
+    options: Options
+    config: GPTConfig
+    weights: dict[str, Tensor] | None = None
+    state: dict | None = None
+
+
+def choose_start(options: Options, given: set[str], world: World) -> Start:
+    """scratch | resume | 路径；torchrun 重启的进程不管命令行写的是什么，都续训。"""
+    out_dir = Path(options.out_dir)
+    path = world.on_master(lambda: checkpoint.prepare(out_dir, world.say))
+    if path is not None:
+        state = world.together(lambda: checkpoint.read(path))
+        if options.init_from == "resume" or checkpoint.same_launch(state):
+            return resume(options, given, state, path, world)
+    if options.init_from == "resume":
+        world.say(f"{out_dir} 里没有检查点：从头开始。")
+    if old := world.on_master(lambda: checkpoint.set_aside(out_dir)):
+        world.say(f"{out_dir} 里上一次的结果移到了 {old}（想接着它训练，用 --init-from resume）。")
+    if options.init_from not in ("scratch", "resume"):
+        return world.together(lambda: pretrained(options, Path(options.init_from)))
+    return Start(options, GPTConfig(**{name: getattr(options, name) for name in STRUCTURE}))
+
+
+def resume(options: Options, given: set[str], state: dict, path: Path, world: World) -> Start:
+    """沿用检查点里的选项，只改这次明确写出的；结构永远来自检查点。每处不同都说出来。"""
+    world.say(f"从 {path} 的第 {state['step']} 步继续。")
+    saved = Options(**state["config"])
+    changes = {"out_dir": options.out_dir, "init_from": options.init_from}
+    for name in sorted(given - {"preset", "config", *changes}):
+        old, new = getattr(saved, name), getattr(options, name)
+        if old != new and name in STRUCTURE:
+            world.say(f"结构来自检查点：{name} 仍是 {old}，命令行的 {new} 不起作用。")
+        elif old != new:
+            world.say(f"这次改了 {name}：{old} → {new}。")
+            changes[name] = new
+    merged = replace(saved, **changes)
+    if merged.optimizer != saved.optimizer:
+        raise UserError(f"检查点是用 {saved.optimizer} 训练的，续训不能换成 {merged.optimizer}。")
+    check(merged, world.size)
+    return Start(merged, GPTConfig(**state["model_config"]), state["model"], state)
+
+
+def pretrained(options: Options, path: Path) -> Start:
+    """只取权重，步数从 0 开始：Llama 文件夹，或者我们自己的检查点。结构也来自那里。"""
+    if path.is_dir():
+        config, weights = load_llama(path, options.seq_len)
+    elif path.exists():
+        state = checkpoint.read(path)
+        config, weights = GPTConfig(**state["model_config"]), state["model"]
+    else:
+        raise UserError(
+            f"--init-from {path}：没有这个文件或文件夹；可以是 scratch、resume、"
+            "一个 Llama 文件夹或一个 .pt 检查点。"
+        )
+    options = replace(options, **{name: getattr(config, name) for name in STRUCTURE})
+    check(options, int(os.environ.get("WORLD_SIZE", 1)))
+    return Start(options, config, weights)

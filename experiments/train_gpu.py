@@ -1,0 +1,462 @@
+"""完整的训练循环：一个文件，CPU 和 GPU、一张卡和许多张卡都是它；什么时候被打断都不丢东西。
+
+    python experiments/train_gpu.py                                            # 一张 GPU，29M
+    torchrun --standalone --nproc-per-node 8 experiments/train_gpu.py          # 八张 GPU
+    python experiments/train_gpu.py --preset tiny_cpu                          # 2 核 CPU，半分钟
+    python experiments/train_gpu.py --preset tiny_cpu --init-from resume       # 接着上次继续
+
+让 torchrun 在进程被杀之后自己恢复（这个变量避免重启时复用旧的 store，见书中 train_gpu 一章）：
+
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 experiments/train_gpu.py
+
+优先级：命令行 > --config FILE.toml > --preset > 默认值。退出码：0 走完；2 输入有误或存不下；
+3 loss 不是有限数；75 收到 SIGTERM/SIGINT 或到了 --time-limit，已存好，可以 --init-from resume。
+"""
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from experiments import checkpoint, hardware
+from experiments.batches import feed, load_data, stream, to_device, windows
+from experiments.meter import Meter, peak_memory_gb
+from experiments.options import parse
+from experiments.recipe import (
+    adamw,
+    learning_rate,
+    parameter_groups,
+    set_learning_rate,
+    valid_tokens,
+)  # fmt: skip
+from experiments.run_log import RunLog
+from experiments.start import Start, choose_start
+from experiments.train_options import Options, check
+from experiments.world import Interruption, World, leave_world, start_world
+from model import GPT
+from tokens.errors import UserError
+
+PRESETS = Path(__file__).parent / "presets"
+EXIT_DIVERGED, EXIT_INTERRUPTED = 3, 75  # 75 是 sysexits.h 的 EX_TEMPFAIL：稍后再试
+
+
+# ---------------------------------------------------------------- 精度：TF32 与 autocast
+
+
+def pick_dtype(options: Options, device: torch.device) -> torch.dtype:
+    """auto：硬件有 bf16 就用 bf16，否则 CUDA 用 fp16、CPU 用 fp32。"""
+    if options.dtype != "auto":
+        return getattr(torch, options.dtype)
+    if hardware.bf16_support(device.type)[0]:
+        return torch.bfloat16
+    return torch.float16 if device.type == "cuda" else torch.float32
+
+
+def set_numerics(options: Options, device: torch.device) -> None:
+    """剩下的 fp32 矩阵乘法交给 TF32；CPU 上总用确定性算法，编译后的续训才能逐位相等。"""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(options.deterministic or device.type == "cpu")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # 只为查错，白花时间
+
+
+# ---------------------------------------------------------------- 组装：优化器、编译、DDP
+
+
+@dataclass
+class Run:
+    """一次训练的全部家当。`raw` 是没有任何包装的模型：存它；`forward` 可能编译过：评估用它；
+    `model` 外面可能还有 DDP：训练用它。"""
+
+    options: Options
+    world: World
+    data: dict
+    dtype: torch.dtype
+    raw: GPT
+    forward: nn.Module
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler
+    accumulation: int  # 一步里，一个进程的 micro-batch 个数
+    step: int = 0  # 已完成的更新次数
+    best_loss: float = float("inf")
+    evaluated: int = -1  # 最近一次评估在哪一步
+    saved: int = -1  # 最近一次存盘在哪一步
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self.world.device.type, self.dtype, enabled=self.dtype != torch.float32
+        )
+
+
+def build(start: Start, world: World, data: dict) -> Run:
+    """scaler、优化器、编译，然后 DDP，最后把检查点装回去。"""
+    options, dtype = start.options, pick_dtype(start.options, world.device)
+    torch.manual_seed(options.seed)  # 各进程的初始权重相同
+    raw = GPT(start.config)
+    if start.weights is not None:
+        try:
+            raw.load_state_dict(checkpoint.strip_wrappers(start.weights))
+        except RuntimeError as error:
+            reason = str(error).split("\n")[-1].strip()
+            raise UserError(f"权重与模型结构对不上（{reason}）。") from error
+    raw.to(world.device)
+    torch.manual_seed(options.seed + 1 + world.rank)  # 此后（例如 dropout）各走各的
+    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
+    optimizers = make_optimizers(raw, options)
+    forward = compile_if_possible(raw, options, world)
+    model = forward
+    if torch.distributed.is_initialized():
+        cards = [world.device.index] if world.device.type == "cuda" else None
+        model = DistributedDataParallel(forward, device_ids=cards, gradient_as_bucket_view=True)
+    run = Run(options, world, data, dtype, raw, forward, model, optimizers, scaler,
+              accumulation=check(options, world.size))  # fmt: skip
+    if start.state is not None:
+        restore(run, start.state)
+    return run
+
+
+def make_optimizers(raw: GPT, options: Options) -> list[torch.optim.Optimizer]:
+    """AdamW；选 muon 时层内的矩阵归 Muon，词嵌入与增益仍归 AdamW，学习率共用一条曲线。"""
+    betas = (options.beta1, options.beta2)
+    if options.optimizer == "adamw":
+        return [adamw(raw, options.lr, betas=betas, weight_decay=options.weight_decay)]
+    matrices = [p for p in raw.blocks.parameters() if p.dim() == 2]
+    muon = torch.optim.Muon(
+        matrices, options.lr, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )  # 把更新缩放到 AdamW 的大小，学习率才能共用
+    taken = {id(p) for p in matrices}
+    groups = parameter_groups(raw, options.weight_decay)
+    for group in groups:
+        group["params"] = [p for p in group["params"] if id(p) not in taken]
+    return [muon, torch.optim.AdamW(groups, options.lr, betas=betas, fused=True)]
+
+
+def compile_if_possible(raw: GPT, options: Options, world: World) -> nn.Module:
+    """编译，或者说明为什么不编译；真正的编译发生在第一次前向。"""
+    if not options.compile:
+        return raw
+    possible, reason = hardware.compile_support()
+    if not possible:
+        world.say(f"不编译，用 eager：{reason}。")
+        return raw
+    return torch.compile(raw)
+
+
+# ---------------------------------------------------------------- 一步
+
+
+def train_step(
+    run: Run, batches: Iterator, batch: tuple[Tensor, Tensor, float]
+) -> tuple[Tensor, Tensor, tuple]:
+    """k 个 micro-batch 的前向与反向，裁剪，更新一次。
+
+    返回全局的 loss（按有效 token 加权）、梯度范数（都留在设备上，不强迫同步）和预取的下一份数据。
+    """
+    total = torch.zeros((), device=run.world.device)
+    for k in range(run.accumulation):
+        last = k == run.accumulation - 1
+        x, y, weight = batch
+        # 除最后一份外都不通信；no_sync 要罩住前向和反向：DDP 在前向时就决定要不要同步。
+        with nullcontext() if last or run.model is run.forward else run.model.no_sync():
+            with run.autocast():
+                _, loss = run.model(x, y, reduction="sum", fused_loss=run.options.fused_loss)
+            batch = next(batches)  # 前向已经发出，反向还没开始：读数据与拷贝藏在计算后面
+            run.scaler.scale(loss * weight).backward()
+        total += loss.detach() * weight / run.world.size
+    for optimizer in run.optimizers:
+        run.scaler.unscale_(optimizer)  # 先还原，再裁剪：缩放过的范数没有意义
+    limit = run.options.grad_clip or float("inf")
+    norm = nn.utils.clip_grad_norm_(run.raw.parameters(), limit)
+    for optimizer in run.optimizers:
+        run.scaler.step(optimizer)  # fp16 溢出时跳过；梯度已经全归约，所有进程一起跳
+    run.scaler.update()
+    for optimizer in run.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    return run.world.sum(total), norm, batch
+
+
+class Diverged(Exception):
+    """loss 或梯度不是有限数；消息给出步数、数据位置和最后一个好的检查点。"""
+
+
+def require_finite(run: Run, step: int, loss: Tensor, norm: Tensor) -> None:
+    """第 `step` 步的 loss 或梯度范数不是有限数就停；fp16 的溢出由 scaler 跳过，不算。"""
+    values = torch.stack((loss, norm.to(loss.device))).tolist()  # 一次同步
+    if all(map(math.isfinite, values[: 1 if run.scaler.is_enabled() else 2])):
+        return
+    first = step * run.options.global_batch_tokens // run.options.seq_len
+    last = first + run.options.global_batch_tokens // run.options.seq_len - 1
+    good = f"{Path(run.options.out_dir) / checkpoint.LAST}（第 {run.saved} 步）"
+    raise Diverged(
+        f"第 {step} 步的 loss 是 {values[0]}，梯度范数是 {values[1]}：停下，不存这一步。"
+        f"数据位置：种子 {run.options.seed} 的第 {first}–{last} 个序列；最后一个好的检查点："
+        f"{good if run.saved >= 0 else '还没有'}。可以从它续训，并调低 --lr 或检查这段数据。"
+    )
+
+
+# ---------------------------------------------------------------- 评估与检查点
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> dict[str, float]:
+    """两份数据各 `eval_iters` 个固定 batch 的平均 loss，由所有进程分摊，按 token 加权。
+
+    用 `forward` 而不是 DDP 的外壳：只有一部分进程进 DDP 的前向，会一直等别人。
+    """
+    options, world, losses = run.options, run.world, {}
+    run.forward.eval()
+    for split in ("train", "val"):
+        tokens, sums = run.data[split], torch.zeros(2, dtype=torch.float64)
+        starts = torch.randint(
+            len(tokens) - options.seq_len, (options.eval_iters, options.micro_batch),
+            generator=stream(options.seed, "evaluate", split),
+        )  # fmt: skip
+        for some in starts[world.rank :: world.size]:
+            x, y = windows(tokens, some, options)
+            with run.autocast():
+                _, loss = run.forward(
+                    to_device(x, world.device), to_device(y, world.device),
+                    reduction="sum", fused_loss=options.fused_loss,
+                )  # fmt: skip
+            sums += torch.tensor((loss.item(), valid_tokens(y)), dtype=torch.float64)
+        total, count = world.sum(sums).tolist()
+        losses[f"{split}_loss"] = total / max(count, 1)
+    run.forward.train()
+    return losses
+
+
+def snapshot(run: Run) -> dict:
+    """接着训练需要的一切，只有张量和普通值；权重是 fp32、没有包装前缀。"""
+    return {
+        "model": run.raw.state_dict(),
+        "model_config": asdict(run.raw.config),
+        "optimizer": [optimizer.state_dict() for optimizer in run.optimizers],
+        "scaler": run.scaler.state_dict(),
+        "step": run.step,
+        "best_loss": run.best_loss,
+        "evaluated": run.evaluated,
+        "rng": run.world.gather(checkpoint.rng_state(run.world.device)),  # 每个进程自己的
+        "data": data_position(run),
+        "config": asdict(run.options),
+        "run_id": os.environ.get("TORCHELASTIC_RUN_ID", "none"),
+        "torch": str(torch.__version__),
+    }
+
+
+def data_position(run: Run) -> dict:
+    """数据读到哪里：哪份数据、哪个种子、下一个序列的序号（batch 是它们的纯函数）。"""
+    sequences = run.options.global_batch_tokens // run.options.seq_len
+    ids = run.data["meta"].get("ids_sha256", f"{len(run.data['train'])} tokens")
+    return {"ids": ids, "seed": run.options.seed, "next_sequence": run.step * sequences}
+
+
+def restore(run: Run, state: dict) -> None:
+    """`snapshot()` 的反面（权重在 build 里已经装好）。"""
+    run.step, run.saved, run.evaluated = state["step"], state["step"], state["evaluated"]
+    run.best_loss = state["best_loss"]
+    if data_position(run)["ids"] != state["data"]["ids"]:
+        raise UserError(
+            "数据与检查点训练时的不同；请用原来的 --data，或用 --init-from 检查点.pt 只取权重。"
+        )
+    for optimizer, saved in zip(run.optimizers, state["optimizer"], strict=True):
+        wanted = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        optimizer.load_state_dict(saved)
+        for group, settings in zip(optimizer.param_groups, wanted, strict=True):
+            group.update(settings)  # 动量来自检查点，超参数来自选项
+    if run.scaler.is_enabled() and state["scaler"]:
+        run.scaler.load_state_dict(state["scaler"])
+    if run.world.rank < len(state["rng"]):  # 新增的进程保留 build 给它的种子
+        checkpoint.set_rng_state(state["rng"][run.world.rank], run.world.device)
+
+
+def save(run: Run, *, best: bool = False) -> None:
+    """存一份；存不下就大声说，旧的仍在，训练继续，下次再试。"""
+    if not all(p.isfinite().all() for p in run.raw.parameters()):
+        raise Diverged(f"第 {run.step} 步之后的权重不是有限数：不存。最后存的是第 {run.saved} 步。")
+    state = snapshot(run)
+
+    def write() -> str:
+        try:
+            checkpoint.save(run.options.out_dir, state, best=best)
+        except (UserError, OSError, RuntimeError) as error:
+            return str(error)
+        return ""
+
+    problem = run.world.on_master(write)
+    if not problem:
+        run.saved = run.step
+    else:
+        run.world.say(f"警告：第 {run.step} 步没有存成（{problem}）；旧的检查点仍然完好。")
+
+
+def evaluate_and_save(run: Run, log: RunLog | None, *, stopping: bool) -> None:
+    """到了评估的步就评估并存盘，验证 loss 创新低时也存为 best；要停时只存盘，越快越好。"""
+    options, improved = run.options, False
+    due = run.step % options.eval_interval == 0 or run.step == options.steps
+    if due and not stopping and run.evaluated != run.step:
+        losses = evaluate(run)
+        improved, run.evaluated = losses["val_loss"] < run.best_loss, run.step
+        run.best_loss = min(run.best_loss, losses["val_loss"])
+        text = "，".join(f"{name} {value:.4f}" for name, value in losses.items())
+        run.world.say(f"步 {run.step:>6} | 评估 {text}{'（新的最好）' if improved else ''}")
+        if log:
+            log.write(step=run.step, **losses)
+        save(run, best=improved)
+    elif run.saved != run.step:
+        save(run)
+
+
+# ---------------------------------------------------------------- 循环
+
+
+def loop(run: Run, log: RunLog | None, interruption: Interruption) -> int:
+    """设学习率；评估与存盘；micro-steps；裁剪与更新。返回退出码。"""
+    options, tokens = run.options, run.options.global_batch_tokens
+    meter = Meter(run.raw.flops_per_token(), tokens, run.world.device, run.world.size,
+                  options.peak_flops)  # fmt: skip
+    batches = feed(run.data["train"], run.step, options, run.world)
+    batch, pending, begun = next(batches), None, run.step
+    while True:
+        rate = learning_rate(
+            run.step, peak=options.lr, warmup=options.warmup_steps, total=options.decay_steps,
+            floor_ratio=options.min_lr_ratio,
+        )  # fmt: skip
+        for optimizer in run.optimizers:
+            set_learning_rate(optimizer, rate)
+        stop, done = interruption.agreed(), run.step >= options.steps
+        if stop or done or is_due(run.step, options):
+            if pending:
+                require_finite(run, *pending)  # 存盘之前一定先查
+                pending = None
+            meter.stop()
+            evaluate_and_save(run, log, stopping=bool(stop))
+        if stop or done:
+            return finish(run, stop)
+        meter.go()
+        loss, norm, batch = train_step(run, batches, batch)
+        if pending:
+            require_finite(run, *pending)  # 查上一步的：这一步已经排进队列，等待不让 GPU 空转
+        pending = run.step, loss, norm
+        run.step, meter.steps = run.step + 1, meter.steps + 1
+        if run.step == begun + 1 or run.step % options.log_interval == 0:
+            require_finite(run, *pending)
+            pending = None
+            meter.stop()
+            report(run, log, meter, loss.item(), norm.item(), rate, first=run.step == begun + 1)
+
+
+def is_due(step: int, options: Options) -> bool:
+    """第 `step` 步要不要评估或存盘。"""
+    saving = options.save_interval and step % options.save_interval == 0
+    return bool(saving) or step % options.eval_interval == 0
+
+
+def report(
+    run: Run, log: RunLog | None, meter: Meter, loss: float, norm: float, rate: float, first: bool
+) -> None:
+    """一行日志，到屏幕也到 log.csv；这个进程的第一步含编译与预热，不计入吞吐。"""
+    seconds, speed = meter.seconds, meter.read()
+    if first:
+        run.world.say(f"第一步 {seconds:.1f} 秒（含编译与预热），不计入吞吐。")
+        speed = {}
+    if run.step % run.options.log_interval:
+        return
+    memory = peak_memory_gb(run.world.device)
+    shown = {"step_ms": "{:.1f} ms/步", "tokens_per_s": "{:,.0f} token/s", "mfu": "MFU {:.1%}"}
+    fast = "".join(f" | {shown[name].format(value)}" for name, value in speed.items())
+    run.world.say(
+        f"步 {run.step:>6} | loss {loss:.4f} | 梯度范数 {norm:.3f} | 学习率 {rate:.2e}{fast}"
+        f" | 峰值内存 {memory:.2f} GB"
+    )
+    if log:
+        tokens = run.step * run.options.global_batch_tokens
+        log.write(step=run.step, tokens=tokens, loss=loss, grad_norm=norm, lr=rate,
+                  peak_gb=memory, **speed)  # fmt: skip
+
+
+def finish(run: Run, stop: str) -> int:
+    """最后一句话与退出码。"""
+    last = Path(run.options.out_dir) / checkpoint.LAST
+    if run.saved != run.step:
+        run.world.say(f"第 {run.step} 步没有存成，最后存下的是第 {run.saved} 步：{last}。")
+        return 2
+    if run.step >= run.options.steps:
+        run.world.say(f"完成：{run.step} 步，验证 loss 最低 {run.best_loss:.4f}，检查点 {last}。")
+        return 0
+    run.world.say(f"{stop}：停在第 {run.step} 步，已存到 {last}；用 --init-from resume 继续。")
+    return EXIT_INTERRUPTED
+
+
+def announce(run: Run) -> None:
+    """开头打印全部选项和由它们推出来的量：日志要能单独看懂。"""
+    options, world = run.options, run.world
+    for name, value in asdict(options).items():
+        world.say(f"{name} = {value}")
+    sequences = options.global_batch_tokens // options.seq_len
+    world.say(
+        f"模型 {run.raw.num_params():,} 个参数；{world.device}，{str(run.dtype)[6:]}，"
+        f"{'编译' if run.forward is not run.raw else 'eager'}，{world.size} 个进程。\n"
+        f"全局 batch：{sequences} 个序列 × {options.seq_len} = {options.global_batch_tokens:,} 个 "
+        f"token = micro {options.micro_batch} × {world.size} 个进程 × 累积 "
+        f"{run.accumulation} 次；训练集有 {len(run.data['train']):,} 个 token。"
+    )
+
+
+def train(options: Options, given: set[str], world: World) -> int:
+    """一次训练，从数据到退出码。"""
+    start = choose_start(options, given, world)
+    options = start.options
+    set_numerics(options, world.device)
+    data = world.together(lambda: load_data(options))
+    run = world.together(lambda: build(start, world, data))
+    announce(run)
+    log = world.together(
+        lambda: RunLog(Path(options.out_dir), step=run.step, evaluated=run.evaluated,
+                       tensorboard=options.tensorboard) if world.master else None
+    )  # fmt: skip
+    try:
+        with Interruption(world, options.time_limit) as interruption:
+            return loop(run, log, interruption)
+    except Diverged as problem:
+        world.say(f"错误：{problem}")
+        return EXIT_DIVERGED
+    finally:
+        if log:
+            log.close()
+
+
+def main(options: Options, given: set[str] | None = None) -> int:
+    """训练，返回退出码。`given` 是明确给出的选项（续训时只有它们能改检查点里的值），默认全部。"""
+    check(options, int(os.environ.get("WORLD_SIZE", 1)))
+    world = start_world(options.device)
+    try:
+        code = train(options, set(asdict(options)) if given is None else given, world)
+    except UserError:
+        leave_world(world)
+        raise
+    leave_world(world)
+    return code
+
+
+def command_line(argv: list[str] | None = None) -> int:
+    """解析命令行并训练；使用者的错误只报一句，退出码 2。"""
+    try:
+        return main(*parse(Options, argv, presets=PRESETS, description=__doc__))
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"错误：{error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

@@ -1,0 +1,88 @@
+"""train_gpu 的全部选项，以及开工之前的检查：不合理的值在分配任何东西之前就被拒绝。
+
+命令行和配置文件怎样变成这个 dataclass，见 `experiments/options.py`。
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from model import GPTConfig
+from tokens.errors import UserError
+
+STRUCTURE = ("vocab_size", "d_model", "n_head", "n_layer", "seq_len")  # 决定权重形状的五个
+
+
+@dataclass(frozen=True)
+class Options:
+    """默认值就是预设 gpt_29m；每个字段自动成为一个命令行选项。"""
+
+    preset: str = "gpt_29m"  # 预设：tiny_cpu、gpt_29m、gpt_124m、gpt_1b
+    config: str = ""  # TOML 配置文件的路径；命令行覆盖它，它覆盖预设
+    out_dir: str = "runs/train_gpu"  # 放 last.pt、previous.pt、best.pt 与 log.csv 的文件夹
+    init_from: str = "scratch"  # scratch、resume、Llama 文件夹，或一个 .pt 检查点（只取权重）
+    data: str = ""  # tokens.pt 的路径；空是内置的小说；synthetic 是随机 token
+    ignore_token: int = -1  # 目标等于这个 id 的位置不计入 loss（例如填充符）；-1 表示没有
+    vocab_size: int = 8192  # 词表（个）
+    d_model: int = 512  # 宽度（维）
+    n_head: int = 8  # 注意力头（个）
+    n_layer: int = 8  # 层数（层）
+    seq_len: int = 512  # 序列长度（token）
+    micro_batch: int = 32  # 一个进程一次前向的序列数（个）
+    global_batch_tokens: int = 524_288  # 一次更新的 token 数，与卡数无关；累积次数由它推出
+    steps: int = 2000  # 走到第几次更新为止（步）
+    warmup_steps: int = 100  # 线性预热（步）；0 表示不预热
+    decay_steps: int = 2000  # 余弦衰减到第几步为止（步），之后保持最低；通常等于 steps
+    lr: float = 1e-3  # 学习率的峰值
+    min_lr_ratio: float = 0.1  # 最低学习率与峰值之比
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon 只管层内的矩阵，其余仍用 AdamW
+    beta1: float = 0.9  # AdamW 一阶矩的衰减系数
+    beta2: float = 0.95  # AdamW 二阶矩的衰减系数
+    weight_decay: float = 0.1  # 权重衰减，只用在矩阵与词嵌入上
+    grad_clip: float = 1.0  # 梯度总范数的上限；0 表示不裁剪
+    eval_interval: int = 200  # 每隔几步评估并保存（步）
+    eval_iters: int = 20  # 一次评估用几个 micro-batch（个），训练集与验证集各这么多
+    save_interval: int = 0  # 评估之外每隔几步再存一次 last（步）；0 表示不另存
+    log_interval: int = 50  # 每隔几步打印一行（步）
+    time_limit: float = 0.0  # 跑满这么久就存好退出（分钟）；0 表示不限
+    device: str = "auto"  # auto、cpu、cuda 或 cuda:N
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # 矩阵乘法的精度
+    compile: bool = True  # 用 torch.compile；没有编译器时退回 eager 并说明
+    fused_loss: bool = False  # 输出头与交叉熵合成一步，不留 logits，省显存
+    deterministic: bool = False  # CUDA 上也用确定性算法（较慢）；CPU 上总是用
+    peak_flops: float = 0.0  # 一张卡的稠密峰值（FLOP/s），MFU 的分母；0 表示查设备表
+    tensorboard: bool = False  # 另写一份 TensorBoard 日志
+    seed: int = 0  # 初始权重与数据次序的随机种子
+
+
+def check(options: Options, world_size: int) -> int:
+    """检查每个选项，返回每个进程每步的累积次数；不合理的抛 `UserError`。此时还什么都没分配。"""
+    at_least = dict.fromkeys(STRUCTURE, 1) | dict.fromkeys(
+        ("micro_batch", "global_batch_tokens", "steps", "decay_steps"), 1
+    ) | dict.fromkeys(("eval_interval", "eval_iters", "log_interval"), 1) | dict.fromkeys(
+        ("warmup_steps", "save_interval", "seed", "weight_decay", "grad_clip", "peak_flops",
+         "time_limit", "min_lr_ratio", "beta1", "beta2", "lr"), 0
+    )  # fmt: skip
+    for name, low in at_least.items():
+        if not (math.isfinite(value := getattr(options, name)) and value >= low):
+            raise UserError(f"--{name.replace('_', '-')} {value}：要一个不小于 {low} 的有限数。")
+    if options.lr == 0 or options.min_lr_ratio > 1 or max(options.beta1, options.beta2) >= 1:
+        raise UserError("--lr 要大于 0，--min-lr-ratio 不超过 1，--beta1、--beta2 小于 1。")
+    if options.optimizer == "muon" and options.dtype == "float16":
+        raise UserError("--optimizer muon 不能与 float16 同用（两个优化器要一起跳步）；请用 bf16。")
+    try:
+        GPTConfig(**{name: getattr(options, name) for name in STRUCTURE})
+    except ValueError as error:
+        raise UserError(f"{error}。") from error
+    tokens, micro = options.global_batch_tokens, options.micro_batch * options.seq_len
+    if tokens < micro:
+        raise UserError(
+            f"全局 batch 是 {tokens} 个 token，小于一个 micro-batch（{options.micro_batch} 个序列"
+            f" × {options.seq_len} = {micro}）；请减小 --micro-batch 或增大 --global-batch-tokens。"
+        )
+    if tokens % (micro * world_size):
+        raise UserError(
+            f"--global-batch-tokens {tokens} 不能被 {options.micro_batch} 个序列 × {options.seq_len}"
+            f" × {world_size} 个进程 = {micro * world_size} 整除；请改其中一个，使累积次数是整数。"
+        )
+    return tokens // (micro * world_size)

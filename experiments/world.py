@@ -1,0 +1,141 @@
+"""进程与设备：我是第几个进程、用哪个设备、怎样和别的进程说话、怎样被打断。
+
+单进程就是只有一个成员的世界，训练脚本因此不必分两路写。
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokens.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """所有进程与这个进程的位置。单进程就是 size = 1，代码不分两路。"""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def master(self) -> bool:
+        """只有它打印和写文件。"""
+        return self.rank == 0
+
+    def say(self, message: str) -> None:
+        if self.master:
+            print(message, flush=True)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """各进程的张量相加（就地），所有进程得到同一个和。CPU 张量走 gloo，不打断 GPU。"""
+        if dist.is_initialized():
+            dist.all_reduce(tensor)
+        return tensor
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        """每个进程都做 `work`；有一个报了 `UserError`，大家就报同一个：同进同退，谁也不空等。"""
+        result = error = None
+        try:
+            result = work()
+        except UserError as problem:
+            error = str(problem)
+        errors = [error] * self.size
+        if dist.is_initialized():
+            dist.all_gather_object(errors, error)
+        for problem in filter(None, errors):
+            raise UserError(problem)
+        return result
+
+    def on_master(self, work: Callable[[], Any]) -> Any:
+        """只在 0 号进程做 `work`；返回值（或 `UserError`）每个进程都得到。"""
+        answer = [self.together(lambda: work() if self.master else None)]
+        if dist.is_initialized():
+            dist.broadcast_object_list(answer, src=0)
+        return answer[0]
+
+    def gather(self, item: Any) -> list:
+        """各进程的 `item` 排成一列，按进程号；每个进程都得到。"""
+        items = [item] * self.size
+        if dist.is_initialized():
+            dist.all_gather_object(items, item)
+        return items
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """`auto` 有 GPU 就用 GPU；torchrun 之下第 LOCAL_RANK 个进程用第 LOCAL_RANK 张卡。"""
+    has_cuda = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not has_cuda):
+        return torch.device("cpu")
+    kind, _, number = name.partition(":")
+    if kind not in ("auto", "cuda") or (number and not number.isdigit()):
+        raise UserError(f"--device {name}：只能是 auto、cpu、cuda 或 cuda:N。")
+    count = torch.cuda.device_count() if has_cuda else 0
+    needed = int(number) + 1 if number else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if needed > count:
+        raise UserError(f"需要 {needed} 张 GPU，这台机器只看到 {count} 张；可用 --device cpu。")
+    return torch.device("cuda", int(number or local_rank))
+
+
+def start_world(device_name: str) -> World:
+    """有 RANK 就是 torchrun 启动的：加入进程组。GPU 之间用 nccl，CPU 上的张量用 gloo。"""
+    device = pick_device(device_name, int(os.environ.get("LOCAL_RANK", 0)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        return World(0, 1, device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend)
+    except (ValueError, RuntimeError) as error:  # 端口被占、少了 MASTER_ADDR、连不上
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).split("\n")[0][:160]
+        raise UserError(
+            f"进程组建不起来（{where}：{reason}）；端口被占就换 --master-port，"
+            "单机请用 torchrun --standalone。"
+        ) from error
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def leave_world(world: World) -> None:
+    """正常离开：等所有进程都做完再拆进程组，否则先走的进程会让别人的通信中断。"""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+class Interruption:
+    """SIGTERM、SIGINT 或到了时限：只记下来，走完手上这一步再存盘退出。
+
+    抢占式机器回收前、torchrun 停止时发 SIGTERM，约 30 秒后才是 SIGKILL；Ctrl-C 是 SIGINT
+    （torchrun 会再转发一次，所以第二次也不能当作「立即退出」）。用作上下文管理器。
+    """
+
+    def __init__(self, world: World, time_limit: float = 0.0) -> None:
+        self.world, self.reason = world, ""
+        self.deadline = time.monotonic() + 60 * time_limit if time_limit else float("inf")
+
+    def __enter__(self) -> "Interruption":
+        self.previous = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.reason = signal.Signals(number).name
+
+    def agreed(self) -> str:
+        """有一个进程要停，大家就在同一步停；返回原因，空串表示继续。信号不会同时到达各进程。"""
+        if time.monotonic() > self.deadline:
+            self.reason = self.reason or "时限已到"
+        wanted = self.world.sum(torch.tensor(int(bool(self.reason)))).item()
+        return self.reason or ("别的进程要停" if wanted else "")
