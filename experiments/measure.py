@@ -57,7 +57,8 @@ def save_csv(rows: pd.DataFrame | list[dict], name: str, *, folder: Path | None 
 def print_table(rows: pd.DataFrame | list[dict], formats: Mapping[str, str] | None = None) -> None:
     """把表打印到 stdout，列对齐；`formats` 例如 {"loss": "{:.4f}"}。"""
     formatters = {name: spec.format for name, spec in (formats or {}).items()}
-    print(pd.DataFrame(rows).to_string(index=False, formatters=formatters))
+    with pd.option_context("display.unicode.east_asian_width", True):  # 汉字占两格
+        print(pd.DataFrame(rows).to_string(index=False, formatters=formatters))
 
 
 def run_main(main: Callable, options_type: type) -> None:
