@@ -31,7 +31,7 @@ def load_tokens(path: str | os.PathLike | None = None, vocab_size: int | None = 
     """映射（不是读进）`tokens.pt`，返回 {"train": 一维张量, "val": 一维张量, "meta": dict}。
 
     `path` 是文件或它所在的文件夹；默认是内置语料，第一次用时自动准备（一个进程准备，其余等待）。
-    每个 id 都核对：小于 `vocab_size`（模型的词表；None 则用文件自己写的）。张量类型 uint16 或 int32。
+    张量类型 uint16 或 int32；每个 id 都核对过小于 `vocab_size`（模型的词表；None 则取文件里写的）。
     文件不存在、损坏、与分词器不配套、id 超出词表时抛 `UserError`。
     """
     path = resolve(path, "tokens.pt")
@@ -95,7 +95,10 @@ def _read(path: Path) -> dict:
 
 
 def _broken(path: Path) -> str:
-    return f"{path} 损坏或不完整：请删掉它，然后重新运行 `python tokens/prepare.py`（自己的语料加 --text、--out）。"
+    return (
+        f"{path} 损坏或不完整：请删掉它，再重新运行 `python tokens/prepare.py`"
+        "（自己的语料加上原来的 --text 和 --out）。"
+    )
 
 
 def _outdated(meta: dict) -> bool:

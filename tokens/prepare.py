@@ -2,7 +2,7 @@
 
     python tokens/prepare.py
     python tokens/prepare.py --text 红楼梦.txt 水浒传.txt --out runs/novels
-    python tokens/prepare.py --text corpus.jsonl --text-key content --vocab-size 32000 --out runs/big
+    python tokens/prepare.py --text corpus.jsonl --text-key content --out runs/big
 
 得到两个文件：tokenizer.tiktoken（tiktoken 格式的词表）和 tokens.pt（train、val、meta）。
 内存有界：文本分块读，分块编码，id 先写到临时文件；内存占用不随文本变大。
@@ -14,6 +14,7 @@ import importlib.metadata
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,9 +74,9 @@ def prepare_once(is_ready: Callable[[], bool]) -> None:
 def check_options(options: Options) -> None:
     """不合理的选项抛 `UserError`。"""
     if options.text and options.out is None:
-        raise UserError("用 --text 给了自己的语料，还要用 --out 给一个输出文件夹，例如 --out runs/mine。")
+        raise UserError("给了 --text 还要用 --out 给一个输出文件夹，例如 --out runs/mine。")
     if options.vocab_size < 256:
-        raise UserError(f"--vocab-size {options.vocab_size} 太小：256 个字节都要在词表里，至少 256。")
+        raise UserError(f"--vocab-size {options.vocab_size} 太小：至少 256（全部字节）。")
     if not 0 < options.val_fraction < 1:
         raise UserError(f"--val-fraction {options.val_fraction} 不在 0 与 1 之间；例如 0.1。")
     if options.sample_mb <= 0:
@@ -112,7 +113,8 @@ def _prepare(options: Options, folder: Path) -> dict:
         write_texts(options, work)
         ranks = train_bpe(sample(work / "train.txt", options.sample_mb), options.vocab_size)
         if len(ranks) < options.vocab_size:
-            print(f"文本太少：只合并得出 {len(ranks)} 个词条（要 {options.vocab_size}）。", file=sys.stderr)
+            wanted = options.vocab_size
+            print(f"文本太少：只合并出 {len(ranks)} 个词条（想要 {wanted}）。", file=sys.stderr)
         meta = encode(options, work, ranks)
         (work / "tokenizer.tiktoken").write_bytes(dump_tiktoken(ranks))
         meta["tokenizer_sha256"] = file_sha256(work / "tokenizer.tiktoken")
@@ -207,48 +209,42 @@ def encode(options: Options, work: Path, ranks: dict[bytes, int]) -> dict:
         "corpus": "、".join(path.name for path in options.text) or novel.PACKAGE,
         "vocab_size": len(ranks),
     }
-    ids_hash, text_hash = hashlib.sha256(), hashlib.sha256()
+    text_hash, ids_hash, counts = hashlib.sha256(), hashlib.sha256(), {}
     for name in ("train", "val"):
         text, binary = work / f"{name}.txt", work / f"{name}.bin"
-        counts, characters = encode_file(tokenizer, text, binary, (ids_hash, text_hash))
-        meta[f"{name}_tokens"] = int(counts.sum())
+        counts[name], characters = encode_file(tokenizer, text, binary, text_hash, ids_hash)
+        meta[f"{name}_tokens"] = int(counts[name].sum())
         meta[f"{name}_characters"] = characters
         meta[f"{name}_bytes"] = text.stat().st_size
-        meta[f"{name}_entropy"] = unigram_entropy(counts)
     meta["text_sha256"], meta["ids_sha256"] = text_hash.hexdigest(), ids_hash.hexdigest()
+    meta["unigram_entropy"] = unigram_entropy(counts["train"])
+    meta["unigram_val_loss"] = unigram_loss(counts["train"], counts["val"])
     meta["sample_mb"] = min(options.sample_mb, meta["train_bytes"] / 1e6)
-    for package in ("tokenizers", "tiktoken", "torch"):
-        meta[package] = importlib.metadata.version(package)
+    meta |= {name: importlib.metadata.version(name) for name in ("tokenizers", "tiktoken", "torch")}
     return meta
 
 
 def encode_file(
-    tokenizer: tiktoken.Encoding, text: Path, binary: Path, hashes: tuple
+    tokenizer: tiktoken.Encoding, text: Path, binary: Path, text_hash, ids_hash
 ) -> tuple[np.ndarray, int]:
     """`text` 的 id 以小端整数写进 `binary`；返回各 id 的次数（长 n_vocab）和字符数。"""
-    ids_hash, text_hash = hashes
     dtype = np.dtype("<u2" if id_dtype(tokenizer.n_vocab) == torch.uint16 else "<i4")
     counts = np.zeros(tokenizer.n_vocab, dtype=np.int64)
     characters = 0
-    progress = tqdm(
-        total=text.stat().st_size, desc=f"编码 {text.stem}", unit="B", unit_scale=True
-    )
-    with binary.open("wb") as output, progress:
+    size = text.stat().st_size
+    progress = tqdm(total=size, desc=f"编码 {text.stem}", unit="B", unit_scale=True)
+    # 固定的几个线程：tiktoken 自己的批量接口每批都开新线程，各留一份正则缓存，内存会慢慢涨。
+    with ThreadPoolExecutor(THREADS) as pool, binary.open("wb") as output, progress:
         for batch in batched(blocks(text), THREADS):
-            decoded = [block.decode() for block in batch]
-            for block, string, ids in zip(
-                batch,
-                decoded,
-                tokenizer.encode_ordinary_batch(decoded, num_threads=THREADS),
-                strict=True,
-            ):
-                array = np.array(ids, dtype=dtype)
-                output.write(array.tobytes())
-                ids_hash.update(array.tobytes())
-                text_hash.update(block)
-                counts += np.bincount(array, minlength=len(counts))
-                characters += len(string)
-                progress.update(len(block))
+            strings = [block.decode() for block in batch]
+            encoded = pool.map(tokenizer.encode_ordinary, strings)
+            ids = np.concatenate([np.array(block, dtype=dtype) for block in encoded])
+            output.write(ids.tobytes())
+            text_hash.update(b"".join(batch))
+            ids_hash.update(ids.tobytes())
+            counts += np.bincount(ids, minlength=len(counts))
+            characters += sum(map(len, strings))
+            progress.update(sum(map(len, batch)))
     return counts, characters
 
 
@@ -268,6 +264,15 @@ def unigram_entropy(counts: np.ndarray) -> float:
     """只看词频、不看上下文时每个 token 的熵，nat：H = −Σ p ln p（Shannon 1948）。"""
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
+
+
+def unigram_loss(train: np.ndarray, val: np.ndarray) -> float:
+    """用训练部分的词频去猜验证部分，每个 token 的损失，nat。
+
+    次数各加一（Laplace 平滑），否则训练里没出现过的 token 损失无穷大。
+    """
+    p = (train + 1) / (train.sum() + len(train))
+    return float(-(val * np.log(p)).sum() / val.sum())
 
 
 def write_tokens(work: Path, meta: dict, path: Path) -> None:
@@ -315,15 +320,18 @@ def file_sha256(path: Path) -> str:
 
 
 def print_summary(meta: dict) -> None:
-    """两份数据各一行。"""
-    print(f"语料 {meta['corpus']}，词表 {meta['vocab_size']}，"
-          f"分词器由训练部分的 {meta['sample_mb']:.2f} MB 训练")  # fmt: skip
-    print(f"{'split':<6}{'characters':>13}{'tokens':>12}{'chars/token':>13}{'entropy/nat':>13}")
+    """两份数据各一行，然后是不看上下文的基线：模型的损失至少要低于它。"""
+    print(
+        f"语料 {meta['corpus']}，词表 {meta['vocab_size']}，"
+        f"分词器由训练部分的 {meta['sample_mb']:.2f} MB 训练"
+    )
+    print(f"{'split':<6}{'characters':>13}{'tokens':>12}{'chars/token':>13}")
     for name in ("train", "val"):
         characters, tokens = meta[f"{name}_characters"], meta[f"{name}_tokens"]
-        print(f"{name:<6}{characters:>13,}{tokens:>12,}{characters / tokens:>13.3f}"
-              f"{meta[f'{name}_entropy']:>13.2f}")  # fmt: skip
-    print(f"ids sha256 {meta['ids_sha256']}")
+        print(f"{name:<6}{characters:>13,}{tokens:>12,}{characters / tokens:>13.3f}")
+    print(f"损失的基线（nat）：均匀乱猜 {np.log(meta['vocab_size']):.2f}；", end="")
+    print(f"只看词频，训练 {meta['unigram_entropy']:.2f}，验证 {meta['unigram_val_loss']:.2f}")
+    print(f"id 的 sha256：{meta['ids_sha256']}")
 
 
 if __name__ == "__main__":

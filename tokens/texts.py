@@ -64,8 +64,8 @@ def _decode_blocks(path: Path) -> Iterator[str]:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 raise UserError(
-                    f"{path} 不是 UTF-8 文本（约第 {position + error.start} 字节起无法解码）：请先转换，"
-                    f"例如 `iconv -f GB18030 -t UTF-8 {path.name} > utf8.txt`。"
+                    f"{path} 不是 UTF-8 文本（约第 {position + error.start} 字节起无法解码）："
+                    f"请先转换，例如 `iconv -f GB18030 -t UTF-8 {path.name} > utf8.txt`。"
                 ) from error
             yield text.replace("\r\n", "\n").replace("\r", "\n")
             if not block:

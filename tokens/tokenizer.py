@@ -8,7 +8,6 @@ import base64
 import binascii
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
 import tiktoken
 
