@@ -6,6 +6,7 @@
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -142,13 +143,12 @@ class GPT(nn.Module):
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, *,
-        reduction: str = "mean", fused_loss: bool = False,
+        reduction: str = "mean", fused_loss: bool | Callable = False,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """idx、targets：(B, T) 的 int64。返回 logits (B, T, V) 与标量 loss（单位 nat）。
+        """idx、targets：(B, T) 的 int64，过长抛 ValueError。返回 logits (B, T, V)、loss（nat）。
 
         `reduction="sum"` 给出总和，供按 token 加权的累积使用；目标为 −100 的位置不计入。
-        `fused_loss=True` 把输出头与交叉熵合成一步，不留下 logits（返回 None），省内存也更快。
-        超过 seq_len 的输入抛出 ValueError。
+        `fused_loss=True`（或签名相同的函数）把输出头与交叉熵合成一步，不返回 logits，省内存也更快。
         """
         if idx.size(1) > self.config.seq_len:
             limit = f"{idx.size(1)} 个 token 超过了模型的 seq_len={self.config.seq_len}"
@@ -161,7 +161,8 @@ class GPT(nn.Module):
             return self.head(x), None
         target, how = targets.flatten(), {"ignore_index": IGNORE_INDEX, "reduction": reduction}
         if fused_loss:
-            return None, F.linear_cross_entropy(x.flatten(0, 1), self.head.weight, target, **how)
+            fused = F.linear_cross_entropy if fused_loss is True else fused_loss
+            return None, fused(x.flatten(0, 1), self.head.weight, target, **how)
         logits = self.head(x)  # (B, T, V)
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), target, **how)
 
