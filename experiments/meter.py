@@ -40,7 +40,9 @@ class Meter:
         self.seconds, self.steps, self.started = 0.0, 0, None
 
     def go(self) -> None:
-        self.started = time.perf_counter()
+        """开始或继续计时；已经在走就不动。"""
+        if self.started is None:
+            self.started = time.perf_counter()
 
     def stop(self) -> None:
         """在同步点之后调用：GPU 上的计算是异步的，没等它做完的时间不算数。"""

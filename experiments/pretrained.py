@@ -1,6 +1,6 @@
-"""从 Hugging Face 格式的 Llama 文件夹（config.json 加 safetensors）取权重，换成 `model.GPT` 的名字。
+"""从 HF 格式的 Llama 文件夹（config.json 加 safetensors）取权重，换成 `model.GPT` 的名字。
 
-只接受结构相同的模型：RoPE 不缩放、RMSNorm、SwiGLU、无偏置、K/V 头数等于 Q 头数、输出头与词嵌入共享。
+只接受结构相同的模型：RoPE 不缩放、RMSNorm、SwiGLU、无偏置、K/V 与 Q 的头数相等、输出头共享词嵌入。
 两边的 RoPE 都是半分布局，所以 q、k、v 直接接成 qkv，不必重排。
 """
 
@@ -109,7 +109,8 @@ def load_llama(folder: Path, seq_len: int) -> tuple[GPTConfig, dict[str, Tensor]
     theirs = read_tensors(folder)
     try:
         embed = theirs["embed_tokens.weight"]
-        weights = {"embed.weight": embed, "head.weight": embed, "norm.weight": theirs["norm.weight"]}
+        weights = {"embed.weight": embed, "head.weight": embed}
+        weights["norm.weight"] = theirs["norm.weight"]
         for i in range(ours.n_layer):
             qkv = [theirs[f"layers.{i}.self_attn.{x}_proj.weight"] for x in "qkv"]
             weights[f"blocks.{i}.attn.qkv.weight"] = torch.cat(qkv)

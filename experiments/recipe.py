@@ -63,6 +63,24 @@ def adamw(
     )
 
 
+def muon_and_adamw(
+    model: nn.Module, lr: float, *, betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.1,
+) -> list[torch.optim.Optimizer]:  # fmt: skip
+    """`model.blocks` 里的矩阵归 Muon，词嵌入与增益仍归 AdamW；返回 [Muon, AdamW]。
+
+    `match_rms_adamw` 把 Muon 的更新缩放到 AdamW 的大小，两者才能共用一条学习率曲线。
+    """
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2 and p.requires_grad]
+    taken = {id(p) for p in matrices}
+    groups = parameter_groups(model, weight_decay)
+    for group in groups:
+        group["params"] = [p for p in group["params"] if id(p) not in taken]
+    settings = {"weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    muon = torch.optim.Muon(matrices, lr, **settings)
+    return [muon, torch.optim.AdamW(groups, lr, betas=betas, fused=True)]
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """把学习率写进每一个参数组。"""
     for group in optimizer.param_groups:

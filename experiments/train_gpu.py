@@ -33,11 +33,12 @@ from experiments.options import parse
 from experiments.recipe import (
     adamw,
     learning_rate,
-    parameter_groups,
+    muon_and_adamw,
     set_learning_rate,
     valid_tokens,
 )  # fmt: skip
 from experiments.run_log import RunLog
+from experiments.snapshot import restore, snapshot
 from experiments.start import Start, choose_start
 from experiments.train_options import Options, check
 from experiments.world import Interruption, World, leave_world, start_world
@@ -112,8 +113,15 @@ def build(start: Start, world: World, data: dict) -> Run:
     raw.to(world.device)
     torch.manual_seed(options.seed + 1 + world.rank)  # 此后（例如 dropout）各走各的
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
-    optimizers = make_optimizers(raw, options)
-    forward = compile_if_possible(raw, options, world)
+    betas, decay = (options.beta1, options.beta2), options.weight_decay
+    if options.optimizer == "muon":
+        optimizers = muon_and_adamw(raw, options.lr, betas=betas, weight_decay=decay)
+    else:
+        optimizers = [adamw(raw, options.lr, betas=betas, weight_decay=decay)]
+    possible, reason = hardware.compile_support()
+    if options.compile and not possible:
+        world.say(f"不编译，用 eager：{reason}。")
+    forward = torch.compile(raw) if options.compile and possible else raw  # 第一次前向才真的编译
     model = forward
     if torch.distributed.is_initialized():
         cards = [world.device.index] if world.device.type == "cuda" else None
@@ -123,33 +131,6 @@ def build(start: Start, world: World, data: dict) -> Run:
     if start.state is not None:
         restore(run, start.state)
     return run
-
-
-def make_optimizers(raw: GPT, options: Options) -> list[torch.optim.Optimizer]:
-    """AdamW；选 muon 时层内的矩阵归 Muon，词嵌入与增益仍归 AdamW，学习率共用一条曲线。"""
-    betas = (options.beta1, options.beta2)
-    if options.optimizer == "adamw":
-        return [adamw(raw, options.lr, betas=betas, weight_decay=options.weight_decay)]
-    matrices = [p for p in raw.blocks.parameters() if p.dim() == 2]
-    muon = torch.optim.Muon(
-        matrices, options.lr, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )  # 把更新缩放到 AdamW 的大小，学习率才能共用
-    taken = {id(p) for p in matrices}
-    groups = parameter_groups(raw, options.weight_decay)
-    for group in groups:
-        group["params"] = [p for p in group["params"] if id(p) not in taken]
-    return [muon, torch.optim.AdamW(groups, options.lr, betas=betas, fused=True)]
-
-
-def compile_if_possible(raw: GPT, options: Options, world: World) -> nn.Module:
-    """编译，或者说明为什么不编译；真正的编译发生在第一次前向。"""
-    if not options.compile:
-        return raw
-    possible, reason = hardware.compile_support()
-    if not possible:
-        world.say(f"不编译，用 eager：{reason}。")
-        return raw
-    return torch.compile(raw)
 
 
 # ---------------------------------------------------------------- 一步
@@ -235,50 +216,6 @@ def evaluate(run: Run) -> dict[str, float]:
     return losses
 
 
-def snapshot(run: Run) -> dict:
-    """接着训练需要的一切，只有张量和普通值；权重是 fp32、没有包装前缀。"""
-    return {
-        "model": run.raw.state_dict(),
-        "model_config": asdict(run.raw.config),
-        "optimizer": [optimizer.state_dict() for optimizer in run.optimizers],
-        "scaler": run.scaler.state_dict(),
-        "step": run.step,
-        "best_loss": run.best_loss,
-        "evaluated": run.evaluated,
-        "rng": run.world.gather(checkpoint.rng_state(run.world.device)),  # 每个进程自己的
-        "data": data_position(run),
-        "config": asdict(run.options),
-        "run_id": os.environ.get("TORCHELASTIC_RUN_ID", "none"),
-        "torch": str(torch.__version__),
-    }
-
-
-def data_position(run: Run) -> dict:
-    """数据读到哪里：哪份数据、哪个种子、下一个序列的序号（batch 是它们的纯函数）。"""
-    sequences = run.options.global_batch_tokens // run.options.seq_len
-    ids = run.data["meta"].get("ids_sha256", f"{len(run.data['train'])} tokens")
-    return {"ids": ids, "seed": run.options.seed, "next_sequence": run.step * sequences}
-
-
-def restore(run: Run, state: dict) -> None:
-    """`snapshot()` 的反面（权重在 build 里已经装好）。"""
-    run.step, run.saved, run.evaluated = state["step"], state["step"], state["evaluated"]
-    run.best_loss = state["best_loss"]
-    if data_position(run)["ids"] != state["data"]["ids"]:
-        raise UserError(
-            "数据与检查点训练时的不同；请用原来的 --data，或用 --init-from 检查点.pt 只取权重。"
-        )
-    for optimizer, saved in zip(run.optimizers, state["optimizer"], strict=True):
-        wanted = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        optimizer.load_state_dict(saved)
-        for group, settings in zip(optimizer.param_groups, wanted, strict=True):
-            group.update(settings)  # 动量来自检查点，超参数来自选项
-    if run.scaler.is_enabled() and state["scaler"]:
-        run.scaler.load_state_dict(state["scaler"])
-    if run.world.rank < len(state["rng"]):  # 新增的进程保留 build 给它的种子
-        checkpoint.set_rng_state(state["rng"][run.world.rank], run.world.device)
-
-
 def save(run: Run, *, best: bool = False) -> None:
     """存一份；存不下就大声说，旧的仍在，训练继续，下次再试。"""
     if not all(p.isfinite().all() for p in run.raw.parameters()):
@@ -296,7 +233,8 @@ def save(run: Run, *, best: bool = False) -> None:
     if not problem:
         run.saved = run.step
     else:
-        run.world.say(f"警告：第 {run.step} 步没有存成（{problem}）；旧的检查点仍然完好。")
+        run.world.say(f"警告：第 {run.step} 步没有存成（{problem}）；旧的检查点仍然完好。",
+                      error=True)  # fmt: skip
 
 
 def evaluate_and_save(run: Run, log: RunLog | None, *, stopping: bool) -> None:
@@ -378,6 +316,9 @@ def report(
         f"步 {run.step:>6} | loss {loss:.4f} | 梯度范数 {norm:.3f} | 学习率 {rate:.2e}{fast}"
         f" | 峰值内存 {memory:.2f} GB"
     )
+    if meter.refusal:
+        run.world.say(f"MFU 不显示：{meter.refusal}。")
+        meter.refusal = ""
     if log:
         tokens = run.step * run.options.global_batch_tokens
         log.write(step=run.step, tokens=tokens, loss=loss, grad_norm=norm, lr=rate,
@@ -388,7 +329,8 @@ def finish(run: Run, stop: str) -> int:
     """最后一句话与退出码。"""
     last = Path(run.options.out_dir) / checkpoint.LAST
     if run.saved != run.step:
-        run.world.say(f"第 {run.step} 步没有存成，最后存下的是第 {run.saved} 步：{last}。")
+        lost = f"第 {run.step} 步没有存成，最后存下的是第 {run.saved} 步：{last}。"
+        run.world.say(lost, error=True)
         return 2
     if run.step >= run.options.steps:
         run.world.say(f"完成：{run.step} 步，验证 loss 最低 {run.best_loss:.4f}，检查点 {last}。")
@@ -428,7 +370,7 @@ def train(options: Options, given: set[str], world: World) -> int:
         with Interruption(world, options.time_limit) as interruption:
             return loop(run, log, interruption)
     except Diverged as problem:
-        world.say(f"错误：{problem}")
+        world.say(f"错误：{problem}", error=True)
         return EXIT_DIVERGED
     finally:
         if log:

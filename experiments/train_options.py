@@ -82,7 +82,8 @@ def check(options: Options, world_size: int) -> int:
         )
     if tokens % (micro * world_size):
         raise UserError(
-            f"--global-batch-tokens {tokens} 不能被 {options.micro_batch} 个序列 × {options.seq_len}"
-            f" × {world_size} 个进程 = {micro * world_size} 整除；请改其中一个，使累积次数是整数。"
+            f"--global-batch-tokens {tokens} 不能被 {options.micro_batch} 个序列 × "
+            f"{options.seq_len} × {world_size} 个进程 = {micro * world_size} 整除；"
+            "请改其中一个，使累积次数是整数。"
         )
     return tokens // (micro * world_size)

@@ -5,6 +5,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,9 +31,10 @@ class World:
         """只有它打印和写文件。"""
         return self.rank == 0
 
-    def say(self, message: str) -> None:
+    def say(self, message: str, *, error: bool = False) -> None:
+        """0 号进程打印一行：平常的到 stdout，警告和错误到 stderr。"""
         if self.master:
-            print(message, flush=True)
+            print(message, file=sys.stderr if error else sys.stdout, flush=True)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """各进程的张量相加（就地），所有进程得到同一个和。CPU 张量走 gloo，不打断 GPU。"""
