@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from sphinx.application import Sphinx
+from sphinx.config import Config
 from sphinx.errors import ExtensionError
 
 PACKAGE = "sphinx-mathjax-offline"
@@ -43,8 +44,10 @@ def _copy_mathjax(app: Sphinx, error: Exception | None) -> None:
         copy(source / piece, target / piece)
 
 
-def _drop_thebe(app: Sphinx) -> None:
-    """让 sphinx-thebe 的钩子都不再触发：Jupyter Book 固定加载它，没有开关。"""
+def _drop_thebe(app: Sphinx, config: Config) -> None:
+    """让 sphinx-thebe 的钩子和样式都不再起作用：Jupyter Book 固定加载它，没有开关。"""
+    styles = app.registry.css_files
+    styles[:] = [style for style in styles if "thebe" not in style[0]]
     for listeners in app.events.listeners.values():
         for listener in [one for one in listeners if one.handler.__module__ == "sphinx_thebe"]:
             listeners.remove(listener)
@@ -65,7 +68,7 @@ def _drop_fontawesome_script(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("build-finished", _copy_mathjax)
     app.connect("build-finished", _drop_fontawesome_script)
-    app.connect("config-inited", lambda app, config: _drop_thebe(app), priority=0)
+    app.connect("config-inited", _drop_thebe, priority=0)
     if os.environ.get("CI"):
         app.keep_going = True  # Sphinx 据此在有警告时返回非零，但仍建完，好一次看到全部警告
     return {"parallel_read_safe": True, "parallel_write_safe": True}

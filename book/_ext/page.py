@@ -97,14 +97,12 @@ def run(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
         start_new_session=True,  # 自成一组，超时时才能连同子进程一起结束
     )
     try:
-        stdout, stderr = process.communicate(timeout=timeout)
+        stdout, stderr = map(_text, process.communicate(timeout=timeout))
     except subprocess.TimeoutExpired:
-        stdout, stderr = _terminate(process)
+        stdout, stderr = map(_text, _terminate(process))
         raise ScriptError(_report(shown, f"超过 {timeout:g} 秒仍未结束", stdout, stderr)) from None
     except BaseException:  # 构建被中断时不留下孤儿进程
         _terminate(process)
@@ -158,7 +156,12 @@ def _loopback() -> str:
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
-def _terminate(process: subprocess.Popen) -> tuple[str, str]:
+def _text(output: bytes) -> str:
+    """进程写出的字节转成文字；不用 Popen 的文本模式，它会把进度条的 \\r 变成换行。"""
+    return output.decode("utf-8", "replace").replace("\r\n", "\n")
+
+
+def _terminate(process: subprocess.Popen) -> tuple[bytes, bytes]:
     """先请进程组退出，宽限期后强行结束；返回它已经写出的内容。"""
     killpg = getattr(os, "killpg", None)  # Windows 没有进程组信号
     if killpg:

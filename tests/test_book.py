@@ -1,0 +1,556 @@
+"""书的机器：运行脚本、跟踪依赖、失败即停、离线可读、能搜中文、手机上不横向滚动。"""
+
+import functools
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BOOK = ROOT / "book"
+for folder in (BOOK, BOOK / "_ext"):  # 书页的工作目录，以及 Sphinx 扩展所在的目录
+    sys.path.insert(0, str(folder))
+
+import repository_links  # noqa: E402
+from _ext import page  # noqa: E402
+from chinese_search import glossary_terms  # noqa: E402
+from page_dependencies import page_files  # noqa: E402
+
+CHAPTERS = sorted(
+    path for path in BOOK.glob("*.md") if (ROOT / f"experiments/{path.stem}.py").is_file()
+)
+
+HEADER = """---
+jupytext:
+  text_representation:
+    extension: .md
+    format_name: myst
+kernelspec:
+  display_name: Python 3
+  language: python
+  name: python3
+---
+"""
+INDEX = """(home)=
+# 小书
+
+```{toctree}
+```
+梯度累积与梯度裁剪，公式 $C \\approx 6ND$，源码 {source}`experiments/tiny.py`。
+
+$$
+L(N, D) = E + \\frac{A}{N^{\\alpha}} + \\frac{B}{D^{\\beta}} + \\frac{C}{N^{\\alpha} D^{\\beta}}
+$$
+
+| 一列 | 又一列 | 再一列 | 最后一列 |
+|---|---|---|---|
+| `experiments/a_long_name.py` | `tests/another_long_name.py` | 很宽的一格文字 | 1234567890 |
+"""
+RUNNING = (
+    HEADER
+    + """
+# 会运行的页
+
+```{code-cell} ipython3
+from _ext.page import glue, plt, results, run, show_figure
+
+run("experiments/tiny.py", "--steps", 3)
+glue("loss", results("tiny")["loss"].iloc[-1])
+fig, ax = plt.subplots()
+ax.plot([1, 2], [3, 4])
+ax.set(xlabel="步", ylabel="损失")
+show_figure(fig, "curve")
+```
+
+最后的损失是 {glue:text}`loss:.3f`。
+
+```{glue:figure} curve
+:name: fig-curve
+:alt: 一条上升的线
+损失曲线
+```
+"""
+)
+STILL = (
+    HEADER
+    + """
+# 不依赖脚本的页
+
+```{code-cell} ipython3
+print("不动")
+```
+"""
+)
+TINY = '''"""小脚本。"""
+import sys
+from pathlib import Path
+
+from experiments.shared import LOSS
+
+print("训练", *sys.argv[1:])
+print("进度条", file=sys.stderr)
+Path("results").mkdir(exist_ok=True)
+Path("results/tiny.csv").write_text(f"step,loss\\n1,{LOSS}\\n")
+'''
+
+
+class MiniBook:
+    """临时目录里的三页小书，用真的配置和真的扩展构建。"""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name in ("_ext", "_static", "figures"):
+            shutil.copytree(BOOK / name, root / "book" / name)
+        shutil.copy(BOOK / "glossary.md", root / "book")
+        shutil.copy(ROOT / "_config.yml", root)
+        (root / "experiments").mkdir()
+        self.write("_toc.yml", "format: jb-book\nroot: index\nchapters:\n")
+        with (root / "_toc.yml").open("a") as toc:
+            toc.writelines(f"  - file: {name}\n" for name in ("running", "still", "glossary"))
+        (root / "book" / "_toc.yml").symlink_to("../_toc.yml")
+        self.write("book/index.md", INDEX.replace("```{toctree}\n```\n", ""))
+        self.write("book/running.md", RUNNING)
+        self.write("book/still.md", STILL)
+        self.write("experiments/tiny.py", TINY)
+        self.write("experiments/shared.py", "LOSS = 4.5\n")
+        self.write("experiments/__init__.py", "")
+
+    def write(self, name: str, text: str) -> None:
+        """写一个文件，修改时间严格晚于上次构建。"""
+        (self.root / name).write_text(text, encoding="utf-8")
+
+    def build(self) -> subprocess.CompletedProcess[str]:
+        """构建一次；`log` 里没有终端颜色。"""
+        environment = os.environ | {
+            "GITHUB_REPOSITORY": "someone/fork",
+            "CI": "true",  # 有警告即失败
+            "NO_COLOR": "1",
+            "PYTHONUTF8": "1",
+        }
+        return subprocess.run(
+            [Path(sys.executable).with_name("jupyter-book"), "build", "book"],
+            cwd=self.root,
+            env=environment,
+            text=True,
+            encoding="utf-8",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=200,
+            check=False,
+        )
+
+    def html(self, name: str, folder: str = "_build/html") -> str:
+        return (self.root / folder / f"{name}.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def mini(tmp_path_factory: pytest.TempPathFactory) -> MiniBook:
+    book = MiniBook(tmp_path_factory.mktemp("mini"))
+    done = book.build()
+    assert done.returncode == 0, done.stdout
+    assert not re.search("WARNING|Warning:", done.stdout), done.stdout
+    # 后面的测试会改坏这本书；网站留一份第一次建成的样子
+    shutil.copytree(book.root / "_build/html", book.root / "site")
+    return book
+
+
+@pytest.fixture(scope="module")
+def site(request: pytest.FixtureRequest) -> Path:
+    """已经建好的真书；没有就用小书。"""
+    built = ROOT / "_build/html"
+    if (built / "searchindex.js").is_file():
+        return built
+    return request.getfixturevalue("mini").root / "site"
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """一个临时的仓库根目录，`run` 在其中找脚本。"""
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    (tmp_path / "results").mkdir()
+    return tmp_path
+
+
+# ---- 运行脚本 ----
+
+
+def test_run_shows_the_command_a_reader_would_type(scripts: Path, capsys) -> None:
+    """run 先印读者会键入的命令，再印脚本的输出；线程数写明，stderr 不进书页。"""
+    (scripts / "hello.py").write_text(
+        "import os, sys\nprint('线程', os.environ['OMP_NUM_THREADS'], os.getcwd())\n"
+        "print('进度', file=sys.stderr)\n"
+    )
+    done = page.run("hello.py", "--name", "a b", threads=3, env={"FLAG": "1"})
+    shown = capsys.readouterr().out
+    assert shown == f"$ FLAG=1 python hello.py --name 'a b'\n线程 3 {scripts}\n", shown
+    assert done.stderr == "进度\n", done
+
+
+def test_run_shows_torchrun_when_given_a_process_count(scripts: Path) -> None:
+    """给了进程数，印出的命令是 torchrun，实际执行的是当前 Python 里的同一个启动器。"""
+    (scripts / "ddp.py").touch()
+    command, shown = page._command("ddp.py", ["--steps", "3"], 2, {})
+    assert shown == "torchrun --standalone --nproc-per-node 2 ddp.py --steps 3", shown
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"], command
+
+
+def test_failed_script_raises_with_its_stderr(scripts: Path) -> None:
+    """脚本失败时抛出的错误里有命令、退出码和 stderr，进度条只留最后一帧。"""
+    (scripts / "bad.py").write_text(
+        "import sys\nsys.stderr.write('1%\\r50%\\r99%\\n')\nraise ValueError('坏了')\n"
+    )
+    with pytest.raises(page.ScriptError) as caught:
+        page.run("bad.py")
+    message = str(caught.value)
+    for needle in ("$ python bad.py", "退出码 1", "ValueError: 坏了", "99%"):
+        assert needle in message, message
+    assert "50%" not in message, message
+
+
+def test_expected_failure_is_shown_not_raised(scripts: Path, capsys) -> None:
+    """书页演示用错的后果时，期望的退出码不算失败，那一句错误印在页上。"""
+    (scripts / "usage.py").write_text(
+        "import sys\nprint('错误：x', file=sys.stderr)\nsys.exit(2)\n"
+    )
+    page.run("usage.py", expect=2)
+    assert capsys.readouterr().out == "$ python usage.py\n错误：x\n"
+    with pytest.raises(page.ScriptError, match="退出码 2"):
+        page.run("usage.py")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows 没有进程组信号")
+def test_timeout_ends_the_whole_process_group(scripts: Path) -> None:
+    """超时后脚本和它的子进程都不再活着，已写出的 stderr 在错误里。"""
+    (scripts / "hang.py").write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, file=sys.stderr, flush=True)\ntime.sleep(60)\n"
+    )
+    with pytest.raises(page.ScriptError, match="超过 1 秒") as caught:
+        page.run("hang.py", timeout=1)
+    child = int(str(caught.value).split()[-1])
+    for _ in range(50):
+        state = Path(f"/proc/{child}/stat")
+        alive = state.exists() and state.read_text().split()[2] != "Z"
+        if not alive:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"超时之后子进程 {child} 还活着")
+
+
+def test_results_refuses_a_file_older_than_the_run(scripts: Path) -> None:
+    """脚本刚运行过却没有重写同名的结果文件时，书页读到的是错误，不是上一次的数字。"""
+    old = scripts / "results/silent.csv"
+    old.write_text("a\n1\n")
+    os.utime(old, (time.time() - 3600,) * 2)
+    (scripts / "silent.py").write_text("print('什么也没写')\n")
+    assert page.results("silent")["a"].tolist() == [1], "没运行过脚本时可以读现成的结果"
+    page.run("silent.py", quiet=True)
+    with pytest.raises(page.ScriptError, match="还旧"):
+        page.results("silent")
+
+
+# ---- 依赖 ----
+
+
+def test_page_files_follow_scripts_imports_and_measurements(tmp_path: Path) -> None:
+    """一页的依赖是它运行的脚本、读的测量、导入的模块，以及沿项目内 import 找到的一切。"""
+    files = {
+        "model.py": "import torch\n",
+        "tokens/__init__.py": "from tokens.data import load\n",
+        "tokens/data.py": "",
+        "experiments/__init__.py": "",
+        "experiments/a.py": "def main():\n    from model import GPT\n    from .shared import x\n",
+        "experiments/shared.py": "import tokens\n",
+        "experiments/b.py": "",
+        "experiments/unused.py": "",
+        "book/figures/__init__.py": "",
+        "book/figures/a.py": "",
+        "book/measured/long.csv": "x\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    text = """
+run("experiments/unused.py") 不在代码单元里
+```{code-cell} ipython3
+:tags: [hide-input]
+from figures import a
+%matplotlib inline
+run("experiments/a.py", "--x", 1); results("b"); measured("long")
+```
+"""
+    found = {path.relative_to(tmp_path).as_posix() for path in page_files(text, tmp_path)}
+    assert found == set(files) - {"experiments/unused.py"}, found
+
+
+def test_page_files_refuse_a_computed_script_name(tmp_path: Path) -> None:
+    """脚本名不是字面量时依赖查不到，必须报错，而不是悄悄漏掉。"""
+    text = "```{code-cell} ipython3\nrun(name)\n```\n"
+    with pytest.raises(ValueError, match="要写成字符串"):
+        page_files(text, tmp_path)
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_every_chapter_depends_on_its_own_script(path: Path) -> None:
+    """每一章都依赖同名脚本；脚本用到的模型和数据代码也在依赖里。"""
+    found = page_files(path.read_text(encoding="utf-8"), ROOT)
+    assert ROOT / f"experiments/{path.stem}.py" in found, found
+
+
+# ---- 构建 ----
+
+
+@pytest.mark.slow
+def test_edited_module_reruns_exactly_the_pages_that_use_it(mini: MiniBook) -> None:
+    """改了脚本导入的模块，下次构建只重跑用到它的那一页，正文里的数字随之改变；没改就都不跑。"""
+    assert "4.500" in mini.html("running")
+    untouched = mini.build()
+    assert "Executing notebook" not in untouched.stdout, untouched.stdout
+    mini.write("experiments/shared.py", "LOSS = 3.25\n")
+    rebuilt = mini.build()
+    executed = re.findall(r"(\w+)\.md: Executing notebook", rebuilt.stdout)
+    assert executed == ["running"], rebuilt.stdout
+    assert "3.250" in mini.html("running")
+
+
+@pytest.mark.slow
+def test_failing_script_fails_the_build_and_shows_its_stderr(mini: MiniBook) -> None:
+    """脚本一失败，构建的退出码就非零，日志里有脚本的 stderr。"""
+    mini.write("experiments/tiny.py", TINY + "raise RuntimeError('故意种下的错误')\n")
+    failed = mini.build()
+    mini.write("experiments/tiny.py", TINY)
+    assert failed.returncode != 0, failed.stdout
+    assert "RuntimeError: 故意种下的错误" in failed.stdout, failed.stdout
+    assert "$ python experiments/tiny.py --steps 3" in failed.stdout, failed.stdout
+
+
+@pytest.mark.slow
+def test_warning_fails_the_build_in_ci(mini: MiniBook) -> None:
+    """在 CI 里，一处失效的交叉引用就让构建失败。"""
+    mini.write("book/still.md", STILL + "\n{ref}`no-such-label`\n")
+    warned = mini.build()
+    mini.write("book/still.md", STILL)
+    assert warned.returncode != 0, warned.stdout
+    assert "no-such-label" in warned.stdout, warned.stdout
+
+
+@pytest.mark.slow
+def test_buttons_lead_to_the_repository_of_the_build(mini: MiniBook) -> None:
+    """编辑、提问、源码链接都指向构建所在的仓库（这里是一个复刻），不指向别处。"""
+    html = mini.html("running", "site")
+    for link in ("edit/main/book/running.md", "issues/new"):
+        assert f"https://github.com/someone/fork/{link}" in html, link
+    assert "executablebooks/jupyter-book" not in html
+    assert "https://github.com/someone/fork/blob/main/experiments/tiny.py" in mini.html(
+        "index", "site"
+    )
+
+
+@pytest.mark.parametrize(
+    ("remote", "name"),
+    [
+        ("https://github.com/a/b.git", "a/b"),
+        ("https://github.com/a/b", "a/b"),
+        ("git@github.com:a/b.git", "a/b"),
+        ("ssh://git@github.com/a/b.git", "a/b"),
+        ("https://token@github.com/a/b.git", "a/b"),
+        ("/home/me/b", None),
+        ("https://example.org/a/b.git", None),
+    ],
+)
+def test_repository_comes_from_the_origin_remote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: str, name: str | None
+) -> None:
+    """没有 GITHUB_REPOSITORY 时仓库名取自 origin；origin 不在 GitHub 上就没有按钮。"""
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    subprocess.run(["git", "-C", tmp_path, "remote", "add", "origin", remote], check=True)
+    assert repository_links.repository(tmp_path) == name
+
+
+# ---- 建好的网站 ----
+
+
+@pytest.mark.slow
+def test_search_index_holds_the_terms_of_the_glossary(site: Path) -> None:
+    """站内搜索的索引里有术语表的每一个词，整词，不是碎片。"""
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(index[index.index("(") + 1 : index.rindex(")")])
+    indexed = set(index["terms"]) | set(index["titleterms"])
+    terms = glossary_terms((BOOK / "glossary.md").read_text(encoding="utf-8"))
+    missing = [term for term in terms if term not in indexed]
+    assert len(terms) > 40 and not missing, f"{len(terms)} 个词里索引缺 {missing}"
+
+
+LOADED = re.compile(
+    r"""<(?:script|img|iframe|source|video|audio|embed)\b[^>]*\bsrc=["'](https?:|//)[^>]*>"""
+    r"""|<link\b(?=[^>]*\brel=["'](?:stylesheet|preload|modulepreload|icon|shortcut icon)["'])"""
+    r"""[^>]*\bhref=["'](https?:|//)[^>]*>""",
+    re.IGNORECASE,
+)
+LOADED_BY_CSS = re.compile(r"""(?:@import\s+|url\()\s*["']?(https?:|//)[^)"']*""", re.IGNORECASE)
+
+
+@pytest.mark.slow
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    """页面引用的脚本、样式、字体、图片都在站内；没有 thebe，也没有会去外网取东西的脚本。"""
+    for path in sorted(site.rglob("*.html")):
+        html = path.read_text(encoding="utf-8")
+        assert not (found := LOADED.search(html)), f"{path.name}：{found and found[0]}"
+        assert "unpkg.com" not in html and "jsdelivr" not in html, path.name
+    for path in sorted(site.rglob("*.css")):
+        found = LOADED_BY_CSS.search(path.read_text(encoding="utf-8"))
+        assert not found, f"{path.name}：{found and found[0]}"
+
+
+@pytest.mark.slow
+def test_mathjax_is_served_only_where_there_are_formulas(mini: MiniBook) -> None:
+    """有公式的页用站内的 MathJax；没有公式的页不加载它；图标脚本哪页都不加载。"""
+    assert "mathjax/tex-chtml.js" in mini.html("index", "site")
+    assert "tex-chtml.js" not in mini.html("still", "site")
+    assert (mini.root / "site/mathjax/tex-chtml.js").is_file()
+    assert "fontawesome.js" not in mini.html("still", "site")
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        """不往测试输出里写访问日志。"""
+
+
+@pytest.fixture(scope="module")
+def address(site: Path):
+    """在本机端口上提供网站。"""
+    handler = functools.partial(Quiet, directory=str(site))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """断了外网的无界面 Chromium。"""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip("没有 chromium 或 chromedriver")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield started
+    started.quit()
+
+
+def _failed_requests(browser) -> list[str]:
+    """性能日志里失败的、或去了外网的请求。"""
+    failed = []
+    for entry in browser.get_log("performance"):
+        message = json.loads(entry["message"])["message"]
+        parameters = message["params"]
+        if message["method"] == "Network.loadingFailed" and not parameters.get("canceled"):
+            failed.append(f"{parameters['type']} {parameters['errorText']}")
+        if message["method"] == "Network.responseReceived":
+            response = parameters["response"]
+            if response["status"] >= 400:
+                failed.append(f"{response['status']} {response['url']}")
+        if message["method"] == "Network.requestWillBeSent":
+            url = parameters["request"]["url"]
+            if not url.startswith(("http://127.0.0.1", "data:", "blob:")):
+                failed.append(f"外网请求 {url}")
+    return failed
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_pages_read_without_network_or_errors(browser, address: str, site: Path) -> None:
+    """断网的浏览器里，每一页都没有控制台错误、没有失败的请求，公式排好了版。"""
+    for path in sorted(site.glob("*.html")):
+        browser.get(f"{address}/{path.name}")
+        time.sleep(0.2)
+        if "tex-chtml.js" in path.read_text(encoding="utf-8"):
+            time.sleep(1.0)  # 等 MathJax 排版
+            drawn = browser.execute_script(
+                "return document.querySelectorAll('mjx-container').length"
+            )
+            assert drawn > 0, f"{path.name}：公式没有排版"
+            errors = browser.execute_script("return document.querySelectorAll('mjx-merror').length")
+            assert errors == 0, f"{path.name}：{errors} 个公式有错"
+        logs = [log for log in browser.get_log("browser") if log["level"] == "SEVERE"]
+        assert not logs, f"{path.name}：{logs}"
+        assert not (failed := _failed_requests(browser)), f"{path.name}：{failed}"
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_pages_fit_a_phone(browser, address: str, site: Path) -> None:
+    """375 像素宽的屏幕上，每一页都不需要横向滚动。"""
+    size = {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        for path in sorted(site.glob("*.html")):
+            browser.get(f"{address}/{path.name}")
+            time.sleep(0.2)
+            width = browser.execute_script("return document.documentElement.scrollWidth")
+            assert width <= 375, f"{path.name} 宽 {width} 像素"
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_search_finds_a_chinese_term(browser, address: str) -> None:
+    """在搜索框里输入中文术语，结果里有讲它的页。"""
+    browser.get(f"{address}/search.html?q=梯度累积")
+    for _ in range(50):
+        found = browser.execute_script(
+            "return [...document.querySelectorAll('#search-results li a')].map(a => a.href)"
+        )
+        if found:
+            break
+        time.sleep(0.1)
+    assert any("glossary" in link or "grad_accum" in link for link in found), found
+
+
+# ---- 书页的写法 ----
+
+
+@pytest.mark.parametrize("path", sorted(BOOK.glob("*.md")), ids=lambda path: path.stem)
+def test_pages_follow_the_house_rules(path: Path) -> None:
+    """书页不按行号引代码、不用 ! 或 %run 运行命令；每个标题前都有 ASCII 标签。"""
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"^:(lines|lineno-match):", text, re.MULTILINE), "按行号引用会随改动错位"
+    for cell in re.findall(r"^```\{code-cell\}.*?^```", text, re.MULTILINE | re.DOTALL):
+        assert not re.search(r"^\s*(!|%run\b)", cell, re.MULTILINE), cell
+    prose = re.sub(r"^(`{3,}|:{3,}).*?^\1[ \t]*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for heading in re.finditer(r"^#{1,2} .*", prose, re.MULTILINE):
+        before = prose[: heading.start()].rstrip("\n").rsplit("\n", 1)[-1]
+        assert re.fullmatch(r"\([a-z0-9][a-z0-9-]*\)=", before), f"{heading[0]} 前面没有标签"
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_chapters_have_their_furniture(path: Path) -> None:
+    """每一章都有自测、常见错误、怎么讲清楚、练习和小结，并按函数嵌入同名脚本。"""
+    text = path.read_text(encoding="utf-8")
+    for heading in ("自测", "常见错误", "怎么讲清楚", "练习", "小结"):
+        assert re.search(rf"^#+ .*{heading}", text, re.MULTILINE), f"缺“{heading}”一节"
+    assert f"{{literalinclude}} ../experiments/{path.stem}.py" in text
+    assert ":pyobject:" in text
