@@ -1,0 +1,154 @@
+"""README 的两条命令、依赖清单与 CI：读者照着做的每一步都站得住。"""
+
+import ast
+import importlib.metadata
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+REQUIREMENTS = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+CONSTRAINTS = (ROOT / ".ci/constraints.txt").read_text(encoding="utf-8")
+PIN = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.]+)")
+
+
+def fenced_blocks(text: str) -> list[list[str]]:
+    """以 ``` 围起来的各块，每块是行的列表。"""
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [block.splitlines() for block in blocks]
+
+
+def entries(text: str) -> list[str]:
+    """清单里去掉注释和空行之后的行。"""
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_readme_has_exactly_two_one_line_commands() -> None:
+    """README 恰有两条命令，各占一行，各建自己的环境、自己装依赖，一条建书，一条跑测试。"""
+    blocks = fenced_blocks(README)
+    assert [len(block) for block in blocks] == [1, 1], blocks
+    commands = [block[0] for block in blocks]
+    for command in commands:
+        assert "&& pip install -r requirements.txt &&" in command, command
+    environments = [re.search(r"-m venv (\S+) && \. (\S+)/bin/activate", c) for c in commands]
+    names = [found[1] for found in environments if found and found[1] == found[2]]
+    assert len(set(names)) == 2, f"两条命令应各用一个新环境：{commands}"
+    assert commands[0].endswith("&& jupyter-book build book"), commands[0]
+    assert commands[1].endswith("&& pytest"), commands[1]
+
+
+def test_readme_environments_are_ignored_by_git() -> None:
+    """README 里新建的环境不会进仓库，也不会被代码检查扫到。"""
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+    assert ".venv-*/" in ignored
+    assert re.findall(r"-m venv (\S+)", README) == [".venv-book", ".venv-test"]
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
+def test_readme_links_exist(link: str) -> None:
+    """README 里每个站内链接都指向真实的文件。"""
+    assert (ROOT / link).is_file(), f"README 链接了不存在的 {link}"
+
+
+def test_readme_table_lists_every_chapter() -> None:
+    """章节表列出每一个有书页的脚本：书页、脚本、测试同名。"""
+    chapters = [
+        path.stem
+        for path in (ROOT / "book").glob("*.md")
+        if (ROOT / f"experiments/{path.stem}.py").is_file()
+    ]
+    for name in chapters:
+        row = f"[{name}](book/{name}.md)"
+        assert row in README, f"章节表里没有 {name}"
+        assert f"(experiments/{name}.py)" in README and f"(tests/test_{name}.py)" in README, name
+
+
+def test_every_requirement_is_pinned_exactly() -> None:
+    """requirements.txt 先引用约束文件，以 -e . 结尾，中间每一行都是 名字==版本。"""
+    lines = entries(REQUIREMENTS)
+    assert lines[0] == "-c .ci/constraints.txt", lines[0]
+    assert lines[-1] == "-e .", lines[-1]
+    loose = [line for line in lines[1:-1] if not PIN.fullmatch(line)]
+    assert not loose, f"没有写死版本：{loose}"
+
+
+def test_constraints_are_portable() -> None:
+    """约束文件每行写死一个版本，没有只在某一种机器上存在的包，也不与直接依赖重复。"""
+    lines = entries(CONSTRAINTS)
+    loose = [line for line in lines if not PIN.fullmatch(line)]
+    assert not loose, f"没有写死版本，或带有本地标签：{loose}"
+    names = {normal(line.split("==")[0]) for line in lines}
+    direct = {normal(line.split("==")[0]) for line in entries(REQUIREMENTS) if "==" in line}
+    assert not names & direct, f"两处都写了：{names & direct}"
+    platform = {name for name in names if re.match(r"(torch|triton|nvidia|cuda)", name)}
+    assert not platform, f"应由各平台自己决定：{platform}"
+
+
+def imported_packages() -> dict[str, Path]:
+    """仓库里导入的第三方模块 -> 一个导入它的文件。"""
+    own = {"model", "tokens", "experiments", "figures", "_ext"}
+    own |= {path.stem for path in (ROOT / "book/_ext").glob("*.py")} | {"conftest"}
+    found: dict[str, Path] = {}
+    files = [ROOT / "model.py"]
+    for folder in ("tokens", "experiments", "book", "tests"):
+        files += (ROOT / folder).rglob("*.py")
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                names = [node.module]
+            for name in (name.split(".")[0] for name in names):
+                if name not in own and name not in sys.stdlib_module_names:
+                    found[name] = path
+    return found
+
+
+def test_everything_imported_is_pinned() -> None:
+    """仓库里导入的每个第三方包都在 requirements.txt 或约束文件里写死了版本。"""
+    pinned = {normal(name) for name, _ in PIN.findall(REQUIREMENTS + CONSTRAINTS)}
+    providers = importlib.metadata.packages_distributions()
+    for module, path in imported_packages().items():
+        names = {normal(name) for name in providers.get(module, [module])}
+        assert names & pinned, f"{path.relative_to(ROOT)} 导入的 {module} 没有写死版本"
+
+
+def test_installed_versions_are_the_pinned_ones() -> None:
+    """当前环境里直接依赖的版本就是 requirements.txt 写的版本：测的正是读者会装到的。"""
+    for name, version in PIN.findall("\n".join(entries(REQUIREMENTS))):
+        installed = importlib.metadata.version(name).split("+")[0]  # torch 的 +cpu、+cu130
+        assert installed == version, f"{name}：装的是 {installed}，写的是 {version}"
+
+
+def test_ci_runs_the_readme_and_pins_its_actions() -> None:
+    """CI 运行 .ci/run，动作都按完整的提交哈希固定，默认只有读权限，只从 main 发布。"""
+    assert os.access(ROOT / ".ci/run", os.X_OK), ".ci/run 不可执行"
+    text = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    workflow = yaml.safe_load(text)
+    assert workflow["permissions"] == {"contents": "read"}, workflow["permissions"]
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    actions = [step["uses"] for step in steps if "uses" in step]
+    loose = [use for use in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", use)]
+    assert actions and not loose, f"没有按提交哈希固定：{loose}"
+    assert any(".ci/run" in step.get("run", "") for step in steps)
+    publish = workflow["jobs"]["publish"]
+    assert "refs/heads/main" in publish["if"] and publish["needs"] == "check", publish
+    assert publish["permissions"] == {"pages": "write", "id-token": "write"}
+
+
+def test_python_version_is_stated_once() -> None:
+    """README、pyproject.toml 与 CI 说的是同一个最低 Python 版本。"""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest = project["requires-python"].removeprefix(">=")
+    assert f"Python {oldest}" in README
+    assert f'python-version: "{oldest}"' in (ROOT / ".github/workflows/ci.yml").read_text()
