@@ -8,8 +8,6 @@
 全程 fp32 eager。这里**没有**多卡：多卡怎样分摊这 k 份，见 ddp_train。
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
