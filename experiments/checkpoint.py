@@ -133,14 +133,16 @@ def set_aside(folder: str | os.PathLike) -> Path | None:
 def read(path: str | os.PathLike) -> dict:
     """读出并核对一个检查点（张量在 CPU 上）。
 
-    坏文件抛 `BrokenCheckpoint`；版本不对抛 `UserError`；没有权限之类的系统错误原样抛出。
+    坏文件抛 `BrokenCheckpoint`；打不开（没有权限）、版本不对抛 `UserError`。
     """
     path = Path(path)
     try:
+        path.open("rb").close()
+    except OSError as error:
+        raise UserError(f"打不开检查点 {path}（{error.strerror}）；请检查路径与权限。") from error
+    try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # 截断或改坏的文件能引出任何异常；都说出来，一个也不吞
+    except Exception as error:  # 截断或改坏的文件能引出任何异常，OSError 也有；说出来，不吞
         reason = str(error).strip().split("\n")[0][:120]
         raise BrokenCheckpoint(f"{path} 读不出来（{type(error).__name__}：{reason}）") from error
     if not isinstance(state, dict) or "digest" not in state:
