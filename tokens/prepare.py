@@ -12,7 +12,9 @@ import contextlib
 import hashlib
 import importlib.metadata
 import shutil
+import struct
 import sys
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -279,21 +281,35 @@ def write_tokens(work: Path, meta: dict, path: Path) -> None:
     """写 `torch.save` 格式的 {train, val, meta}，但不把张量放进内存。
 
     先存一个只占位置的文件（`skip_data`），再把 `.bin` 的内容拷到每个张量的位置上。
+    zip 里这两项的 CRC 因此不对；`torch.load` 不看它，完整与否由改名和 meta 里的哈希保证。
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    dtype = id_dtype(meta["vocab_size"])
-    names = ("train", "val")
+    dtype, names = id_dtype(meta["vocab_size"]), ("train", "val")
     empty = {name: torch.empty(meta[f"{name}_tokens"], dtype=dtype) for name in names}
-    with skip_data():
-        torch.save({**empty, "meta": meta}, path)
-    with FakeTensorMode():  # 只读位置
-        layout = torch.load(path, weights_only=True)
+    # 传打开的文件而不是路径：否则 torch 把临时文件名写进 zip，同样的数据得不到同样的文件。
+    with path.open("wb") as file, skip_data():
+        torch.save({**empty, "meta": meta}, file)
     with path.open("r+b") as file:
-        for name in names:
-            file.seek(layout[name].untyped_storage()._checkpoint_offset)
+        for name, offset in zip(names, storage_offsets(path), strict=True):
+            file.seek(offset)
             with (work / f"{name}.bin").open("rb") as source:
                 shutil.copyfileobj(source, file)
+
+
+def storage_offsets(path: Path) -> list[int]:
+    """`torch.save` 的文件里各个张量的数据从第几字节开始，按存入的先后。
+
+    数据在本地文件头之后：定长 30 字节，再加第 26、28 字节处写着的文件名长和附加段长（zip 规范）。
+    """
+    with zipfile.ZipFile(path) as archive:
+        starts = {info.filename: info.header_offset for info in archive.infolist()}
+    names = sorted((name for name in starts if "/data/" in name), key=lambda n: int(Path(n).name))
+    with path.open("rb") as file:
+        offsets = []
+        for name in names:
+            file.seek(starts[name] + 26)
+            name_length, extra_length = struct.unpack("<HH", file.read(4))
+            offsets.append(starts[name] + 30 + name_length + extra_length)
+    return offsets
 
 
 def check_standard(options: Options, meta: dict) -> None:

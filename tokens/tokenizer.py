@@ -29,28 +29,24 @@ def byte_symbols() -> dict[str, int]:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     """训练得到 {词条字节: 名次}，至多 `vocab_size` 条；文本太少时不足。
 
-    结果与线程数无关：次数相同的候选按 id 决出先后。库自己的线程池仍然关掉，免得 fork 之后告警。
+    结果与线程数无关：次数相同的候选按 id 决出先后。
     """
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-    previous = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        symbols = byte_symbols()
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+    # 库的线程池省不了几秒，却会在之后 fork 时告警；使用者自己设了就听他的。
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    symbols = byte_symbols()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
             pre_tokenizers.Split(Regex(PATTERN), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ])
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size, initial_alphabet=sorted(symbols), show_progress=False
-        )
-        tokenizer.train_from_iterator(texts, trainer)
-    finally:
-        if previous is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = previous
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=sorted(symbols), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
     ranks = {
         bytes(symbols[symbol] for symbol in entry): rank
         for entry, rank in tokenizer.get_vocab().items()
@@ -85,6 +81,4 @@ def load_tokenizer(path: str | os.PathLike | None = None) -> tiktoken.Encoding:
 
 def encoding(ranks: dict[bytes, int]) -> tiktoken.Encoding:
     """词表 → 可以编解码的 `tiktoken.Encoding`。"""
-    return tiktoken.Encoding(
-        "tokens", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={}
-    )
+    return tiktoken.Encoding("tokens", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})

