@@ -200,7 +200,7 @@ def _mpt(d_model: int, n_layer: int) -> Architecture:
 PRESETS: dict[str, Architecture] = {
     "124m": gpt(768, 12, 12, 1024),
     "1.3b": gpt(2048, 24, 16, 2048),
-    "7b": gpt(4096, 32, 32, 2048),
+    "7b": gpt(4096, 32, 32, 4096),
     "gpt2-124m": gpt2(768, 12, 12),
     "gpt2-1558m": gpt2(1600, 48, 25),
     "llama3-8b": llama(4096, 32, 32, 8, 14336, 128256, 8192),
@@ -239,7 +239,8 @@ def from_config_json(path: str | Path) -> Architecture:
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BudgetError(f"读不了 {path}（{error}）；要一个 Hugging Face 的 config.json。") from error
+        reason = f"读不了 {path}（{error}）"
+        raise BudgetError(f"{reason}；要一个 Hugging Face 的 config.json。") from error
     if not isinstance(config, dict):
         raise BudgetError(f"{path} 里不是一个 JSON 对象；要 Hugging Face 的 config.json。")
     kind = config.get("model_type")

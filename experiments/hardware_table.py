@@ -30,7 +30,8 @@ class Device:
     match: tuple[str, ...]
 
 
-# 租价出处：H100 来自 nanochat 的「8 卡约 24 美元/小时」；A100 来自 llm.c 的「94.3 分钟约 20 美元」；
+# 租价出处：H100 来自 nanochat 的「8 卡约 24 美元/小时」；
+# A100 来自 llm.c 的「8 卡 94.3 分钟约 20 美元」；
 # 3090 来自 minimind 的「2.31 小时 3.0 元」（按 7.1 元/美元折算）。
 DEVICES: dict[str, Device] = {
     "a100": Device("A100 SXM", 312e12, (40, 80), 400, 1.6, ("a100",)),
