@@ -81,7 +81,8 @@ def save(folder: str | os.PathLike, state: dict, *, best: bool = False) -> Path:
     last = Path(folder) / LAST
     with atomic_write(last) as temporary:
         state = {"format": FORMAT, **state}
-        torch.save({**state, "digest": digest(state)}, temporary)
+        with open(temporary, "wb") as file:  # 自己打开，写失败时才有 errno（满了还是没权限）
+            torch.save({**state, "digest": digest(state)}, file)
         fsync_path(temporary)
         read(temporary)
         if best:

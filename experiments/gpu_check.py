@@ -1,0 +1,158 @@
+"""GPU 检查：一条命令、至多五分钟，在一张 GPU 上量 gpt_124m 的速度，与 50 % 的 MFU 比较。
+
+    python experiments/gpu_check.py                  # 一张 GPU
+    python experiments/gpu_check.py --tiny           # 没有 GPU：极小的形状，只把流程走一遍
+
+随机的与真实的 token、eager 与编译，四次训练各是一个 `train_gpu.py` 进程，到时限就停。
+结果是一个 JSON（token/s、MFU、峰值显存、机器与版本），打印出来，也写进 `--out`，文件名带设备名，
+可以提交。这里**不**比较 loss：每次只走几十步。
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from experiments.hardware import describe, peak_flops
+from experiments.measure import RESULTS, ROOT, run_main
+from model import GPT, GPTConfig
+from tokens.errors import UserError
+from tokens.files import atomic_write
+
+TARGET_MFU = 0.5
+SHAPE = {"vocab_size": 50_304, "d_model": 768, "n_head": 12, "n_layer": 12, "seq_len": 1024}
+TINY = {"vocab_size": 8192, "d_model": 32, "n_head": 1, "n_layer": 1, "seq_len": 32}
+TOTAL_SECONDS = 290  # 四次加起来的上限
+
+
+@dataclass(frozen=True)
+class Options:
+    """一张 GPU 上的速度检查。"""
+
+    out: str = ""
+    """结果文件；空是 results/gpu_check_<设备名>.json"""
+    seconds: float = 35.0
+    """每种配置训练多久（秒）；编译的那两种另加 --compile-seconds"""
+    compile_seconds: float = 45.0
+    """留给编译的时间（秒）"""
+    micro_batch: int = 16
+    """一次前向的序列数（个）；显存不够时减半"""
+    accumulation: int = 8
+    """一步累积几次（次）"""
+    peak_flops: float = 0.0
+    """这张卡的稠密 bf16 峰值（FLOP/s）；0 表示查设备表"""
+    tiny: bool = False
+    """在 CPU 上用极小的形状把流程走一遍，数字没有意义"""
+
+
+def device_name(options: Options) -> str:
+    """要量的设备；没有 GPU 又没有说 --tiny 就不量。"""
+    if options.tiny:
+        return "cpu-tiny"
+    if not torch.cuda.is_available():
+        raise UserError(
+            "这台机器没有可用的 CUDA GPU，所以什么都没有量；"
+            "请在有 GPU 的机器上运行，或用 --tiny 在 CPU 上只把流程走一遍。"
+        )
+    return torch.cuda.get_device_name()
+
+
+def train_command(options: Options, data: str, compiled: bool, folder: str) -> list[str]:
+    """一次训练的命令：评估只占一个 micro-batch，每步一行日志，到时限就停。"""
+    shape = TINY if options.tiny else SHAPE
+    tokens = options.micro_batch * options.accumulation * shape["seq_len"]
+    seconds = options.seconds + compiled * options.compile_seconds
+    settings = {
+        **shape, "micro_batch": options.micro_batch, "global_batch_tokens": tokens, "data": data,
+        "out_dir": folder, "time_limit": seconds / 60, "steps": 100_000, "decay_steps": 100_000,
+        "lr": 6e-4, "eval_interval": 100_000, "eval_iters": 1, "log_interval": 1,
+        "peak_flops": options.peak_flops, "device": "cpu" if options.tiny else "cuda",
+    }  # fmt: skip
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    words.append("--compile" if compiled else "--no-compile")
+    return [sys.executable, str(ROOT / "experiments" / "train_gpu.py"), *words]
+
+
+def measure(options: Options, data: str, compiled: bool, timeout: float) -> dict:
+    """跑一次，返回这种配置的一行；没有量成时 "error" 说明原因。"""
+    row: dict = {"data": data or "novel", "compiled": compiled}
+    with tempfile.TemporaryDirectory(prefix="gpu_check_") as folder:
+        command = train_command(options, data, compiled, folder)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, encoding="utf-8", timeout=timeout
+            )
+        except subprocess.TimeoutExpired:
+            return row | {"error": f"{timeout:.0f} 秒内没有做完"}
+        if done.returncode not in (0, 75):  # 75：到了时限，正是我们要的
+            message = (done.stderr.strip() or done.stdout.strip()).split("\n")[-1]
+            return row | {"error": f"退出码 {done.returncode}：{message}"}
+        log = pd.read_csv(Path(folder) / "log.csv")
+    first = re.search(r"第一步 ([\d.]+) 秒", done.stdout)
+    return row | summarize(log, options) | {"first_step_s": float(first[1]) if first else None}
+
+
+def summarize(log: pd.DataFrame, options: Options) -> dict:
+    """日志 → 中位数的 token/s、由它算的 MFU、峰值内存（10⁹ 字节）。"""
+    speed = log["tokens_per_s"].dropna()
+    if speed.empty:
+        return {"error": "时限内没有走完第二步；请增大 --seconds 或减小 --accumulation"}
+    with torch.device("meta"):
+        flops = GPT(GPTConfig(**(TINY if options.tiny else SHAPE))).flops_per_token()
+    peak = options.peak_flops or (None if options.tiny else peak_flops("cuda"))
+    tokens_per_s = float(speed.median())
+    mfu = tokens_per_s * flops / peak if peak else None
+    return {
+        "steps": int(log["step"].max()),
+        "tokens_per_s": round(tokens_per_s, 1),
+        "mfu": round(mfu, 4) if mfu and mfu <= 1 else None,  # 超过 100 % 说明峰值给错了
+        "peak_gb": round(float(log["peak_gb"].max()), 2),
+    }
+
+
+def verdict(runs: list[dict]) -> str:
+    """与 50 % 比较的一句话。"""
+    known = [run["mfu"] for run in runs if run.get("mfu") is not None]
+    if not known:
+        return "没有 MFU：设备不在表里（用 --peak-flops 给出峰值），或者没有一种配置量成。"
+    reached = "达到" if max(known) >= TARGET_MFU else "没有达到"
+    return f"最好的 MFU 是 {max(known):.1%}，{reached} {TARGET_MFU:.0%}。"
+
+
+def main(options: Options) -> None:
+    """四种配置依次量，打印并保存 JSON。"""
+    name, deadline = device_name(options), time.monotonic() + TOTAL_SECONDS
+    runs = []
+    for data in ("synthetic", ""):
+        for compiled in (False, True):
+            left = deadline - time.monotonic()
+            print(f"{data or 'novel'}，{'编译' if compiled else 'eager'}……", file=sys.stderr)
+            runs.append(
+                measure(options, data, compiled, left)
+                if left > 20
+                else {"data": data or "novel", "compiled": compiled, "error": "五分钟用完了"}
+            )
+    result = {
+        "device": name, "model": "tiny" if options.tiny else "gpt_124m", "target_mfu": TARGET_MFU,
+        "verdict": verdict(runs), "runs": runs, "machine": describe(),
+    }  # fmt: skip
+    text = json.dumps(result, ensure_ascii=False, indent=2)
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    path = Path(options.out) if options.out else RESULTS / f"gpu_check_{slug}.json"
+    with atomic_write(path) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
+    print(text)
+    print(f"{result['verdict']}结果写在 {path}。", file=sys.stderr)
+    if all("error" in run for run in runs):
+        raise UserError(f"四种配置都没有量成；第一种的原因：{runs[0]['error']}。")
+
+
+if __name__ == "__main__":
+    run_main(main, Options)
