@@ -2,16 +2,28 @@
 
 `speed` 一章逐个量这些开关，`scaling`、`speedrun`、`train_gpu` 用量出来最快的那一组。
 每个开关只改变怎么算，不改变算什么：`tests/test_step.py` 逐个与朴素的一步比较。
+
+    options, reasons = best_options()
+    step = make_step(model, optimizer, options)
+    loss = step(x, y)                      # 走一步，返回这一步的 loss（标量张量）
 """
 
+import ctypes
+import platform
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.hardware import bf16_support, compile_support
+from model import GPT, IGNORE_INDEX
+
+CHUNK_LOGITS = 1 << 23  # 一段 logits 的元素数（bf16 时 16 MiB）：再大就总在等内存，再小矩阵太窄
 
 
 @dataclass(frozen=True)
@@ -19,20 +31,39 @@ class StepOptions:
     """一步怎么算。默认是朴素的一步：fp32、eager、完整的 logits。"""
 
     bf16: bool = False
+    """矩阵乘法用 bf16（autocast）；权重、梯度、优化器状态仍是 fp32"""
     compile: bool = False
+    """用 torch.compile 把逐元素的运算合并"""
+    attention: Literal["model", "auto", "sdpa", "explicit"] = "model"
+    """注意力怎么算；model 表示听模型自己的设置"""
     fused_loss: bool = False
+    """输出头与交叉熵合成一步（F.linear_cross_entropy）"""
+    one_exp: bool = False
+    """合成的交叉熵换成只算一遍 exp 的写法（见 one_exp_cross_entropy）；要先打开 fused_loss"""
+    keep_memory: bool = False
+    """释放的内存留在进程里，不还给系统（见 keep_freed_memory）；对整个进程生效"""
+    compile_mode: str = "default"
+    """torch.compile 的 mode，例如 max-autotune-no-cudagraphs"""
+    compile_update: bool = False
+    """裁剪与优化器的更新也编译；要求学习率不变，否则每变一次就重新编译"""
 
 
 def best_options(device: str = "cpu") -> tuple[StepOptions, list[str]]:
     """这台机器上最快的一组开关，以及关掉某个开关的理由（说给读者听）。"""
-    reasons = []
     bf16, why_bf16 = bf16_support(device)
     compiles, why_compile = compile_support()
-    if not bf16:
-        reasons.append(f"不用 bf16：{why_bf16}")
+    keeps, why_keep = allocator_support()
+    on_cpu = torch.device(device).type == "cpu"
+    reasons = [] if bf16 else [f"不用 bf16：{why_bf16}"]
     if not compiles:
         reasons.append(f"不编译：{why_compile}")
-    return StepOptions(bf16=bf16, compile=compiles, fused_loss=True), reasons
+    if on_cpu and not keeps:
+        reasons.append(f"不调分配器：{why_keep}")
+    options = StepOptions(
+        bf16=bf16, compile=compiles, attention="auto", fused_loss=True, one_exp=on_cpu,
+        keep_memory=on_cpu and keeps,
+    )  # fmt: skip
+    return options, reasons
 
 
 def autocast(options: StepOptions, device_type: str = "cpu"):
@@ -49,17 +80,148 @@ def make_step(
     *,
     clip: float = 1.0,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """造一个 `step(x, y)`：走一步并返回这一步的 loss（标量张量，不强迫同步）。"""
+    """造一个 `step(x, y)`：走一步并返回这一步的 loss（标量张量，不强迫同步）。
+
+    x、y 是 (B, T) 的 int64，y 里的 −100 不计入 loss。`clip` 是梯度范数的上限。
+    """
     device_type = next(model.parameters()).device.type
-    forward = torch.compile(model) if options.compile else model
+    parameters = list(model.parameters())
+    if options.keep_memory:
+        keep_freed_memory()
+    if options.attention != "model":
+        set_attention(model, options.attention)
+    fused_loss = one_exp_cross_entropy if options.one_exp else options.fused_loss
+    forward, update = model, update_weights
+    if options.compile:
+        forward = torch.compile(model, mode=options.compile_mode)
+    if options.compile_update:
+        update = torch.compile(update_weights)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         with autocast(options, device_type):
-            _, loss = forward(x, y, fused_loss=options.fused_loss)
+            _, loss = forward(x, y, fused_loss=fused_loss)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+        update(parameters, optimizer, clip)
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     return step
+
+
+def update_weights(
+    parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, clip: float
+) -> None:
+    """裁剪梯度，再更新一次。"""
+    nn.utils.clip_grad_norm_(parameters, clip)
+    optimizer.step()
+
+
+def set_attention(model: nn.Module, attention: str) -> None:
+    """把模型里每一层注意力的算法换成 `attention`；只改怎么算，不动权重。"""
+    for module in model.modules():
+        if isinstance(module, GPT):
+            for block in module.blocks:
+                block.attn.config = replace(block.attn.config, attention=attention)
+
+
+# --- 只算一遍 exp 的交叉熵 ---
+
+
+def one_exp_cross_entropy(
+    x: Tensor, weight: Tensor, target: Tensor, *,
+    ignore_index: int = IGNORE_INDEX, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """与 `F.linear_cross_entropy(x, weight, target)` 相同的 loss 与梯度，逐元素的工作只剩一遍。
+
+    x：(n, d)，weight：(V, d)，target：(n,) 的 int64。`reduction` 是 mean 或 sum。
+
+    记 logits z = x·Wᵀ，m 是每行最大值，E = exp(z − m)，s 是 E 的行和。那么 softmax = E / s，
+
+        loss = log s + m − z[y]
+        ∂loss/∂x = (E·W) / s − W[y]          # 除以 s 放在乘法之后，作用在 (n, d) 上
+        ∂loss/∂W = Eᵀ·(x / s) − 散加(x 到第 y 行)
+
+    softmax 从不写出来：(n, V) 的矩阵只被读两遍（求最大值、求 exp），E 直接进矩阵乘法。
+    标准的反向要再算一遍 exp、除以 s、减去 one-hot，多出两遍对 (n, V) 的读写。
+    梯度在前向里就算好（loss 是标量，反向只剩乘一个数），所以也不必留下 logits。
+    """
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    if not torch.is_grad_enabled():
+        how = {"ignore_index": ignore_index, "reduction": reduction}
+        return F.linear_cross_entropy(x, weight, target, **how)
+    return _OneExp.apply(x, weight, target, ignore_index, reduction == "mean", dtype)
+
+
+class _OneExp(torch.autograd.Function):
+    """前向顺便算好两个梯度；一段一段地算，任何时候只有一段 logits。"""
+
+    @staticmethod
+    def forward(ctx, x, weight, target, ignore_index, mean, dtype):
+        valid = target != ignore_index
+        y = torch.where(valid, target, 0)
+        scale = valid.float()
+        if mean:
+            scale = scale / scale.sum()  # 一个有效 token 也没有时是 nan，与 PyTorch 一致
+        low_w, low_x = weight.to(dtype), x.to(dtype)
+        rows = max(1, CHUNK_LOGITS // weight.size(0))
+        loss, grad_w, grad_x = 0.0, None, []
+        for xs, ys, ss in zip(
+            low_x.split(rows), y.split(rows), scale.unsqueeze(1).split(rows), strict=True
+        ):
+            part, dx, dw = _one_chunk(xs, low_w, ys, ss)
+            loss = loss + part
+            grad_x.append(dx)
+            grad_w = dw if grad_w is None else grad_w + dw
+        grad_w = grad_w.index_add(0, y, x.float() * -scale.unsqueeze(1))
+        ctx.save_for_backward(torch.cat(grad_x).to(x.dtype), grad_w.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_w = ctx.saved_tensors
+        return grad_x * grad, grad_w * grad, None, None, None, None
+
+
+def _one_chunk(
+    x: Tensor, weight: Tensor, y: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """一段：x (n, d)、weight (V, d)、y (n,)、scale (n, 1) → loss、∂x、∂W 的 softmax 部分。"""
+    logits = x @ weight.t()  # (n, V)
+    top = logits.amax(1, keepdim=True).float()
+    e = (logits.float() - top).exp()
+    total = e.sum(1, keepdim=True)  # (n, 1)
+    e = e.to(x.dtype)
+    picked = logits.gather(1, y.unsqueeze(1)).float()
+    loss = ((total.log() + top - picked) * scale).sum()
+    ratio = scale / total
+    grad_x = (e @ weight).float() * ratio - weight[y].float() * scale
+    grad_w = (e.t() @ (x.float() * ratio).to(x.dtype)).float()
+    return loss, grad_x, grad_w
+
+
+# --- 分配器 ---
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # <malloc.h>
+
+
+def allocator_support() -> tuple[bool, str]:
+    """能不能让分配器留住内存，以及理由；用的是 glibc 的 mallopt。"""
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return False, f"只有 glibc 有 mallopt，这里是 {sys.platform}"
+    return True, "glibc 的 mallopt"
+
+
+def keep_freed_memory() -> bool:
+    """让 glibc 把释放的内存留在进程里；返回是否成功。对整个进程生效，可以重复调用。
+
+    默认设置下，超过 32 MiB 的块每次都向系统要（mmap）、用完就还。新要来的每一页（4 KiB）
+    第一次写入都会缺页，由内核清零：一份 2048×8192 的 bf16 logits 就是 8192 次缺页。
+    训练的每一步要的内存都一样大，留着下一步再用就不再缺页；代价是进程不会变小。
+    """
+    if not allocator_support()[0]:
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 64 << 20}
+    return all([mallopt(name, value) == 1 for name, value in settings.items()])
