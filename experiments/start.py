@@ -32,10 +32,9 @@ def choose_start(options: Options, given: set[str], world: World) -> Start:
         state = world.together(lambda: checkpoint.read(path))
         if options.init_from == "resume" or checkpoint.same_launch(state):
             return resume(options, given, state, path, world)
+    check(options, world.size)
     if options.init_from == "resume":
         world.say(f"{out_dir} 里没有检查点：从头开始。")
-    if old := world.on_master(lambda: checkpoint.set_aside(out_dir)):
-        world.say(f"{out_dir} 里上一次的结果移到了 {old}（想接着它训练，用 --init-from resume）。")
     if options.init_from not in ("scratch", "resume"):
         return world.together(lambda: pretrained(options, Path(options.init_from)))
     return Start(options, GPTConfig(**{name: getattr(options, name) for name in STRUCTURE}))

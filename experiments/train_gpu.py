@@ -357,13 +357,15 @@ def announce(run: Run) -> None:
 def train(options: Options, given: set[str], world: World) -> int:
     """一次训练，从数据到退出码。"""
     start = choose_start(options, given, world)
-    options = start.options
+    options, out_dir = start.options, Path(start.options.out_dir)
     set_numerics(options, world.device)
     data = world.together(lambda: load_data(options))
     run = world.together(lambda: build(start, world, data))
+    if start.state is None and (old := world.on_master(lambda: checkpoint.set_aside(out_dir))):
+        world.say(f"{out_dir} 里上一次的结果移到了 {old}（想接着它训练，用 --init-from resume）。")
     announce(run)
     log = world.together(
-        lambda: RunLog(Path(options.out_dir), step=run.step, evaluated=run.evaluated,
+        lambda: RunLog(out_dir, step=run.step, evaluated=run.evaluated,
                        tensorboard=options.tensorboard) if world.master else None
     )  # fmt: skip
     try:
@@ -379,7 +381,8 @@ def train(options: Options, given: set[str], world: World) -> int:
 
 def main(options: Options, given: set[str] | None = None) -> int:
     """训练，返回退出码。`given` 是明确给出的选项（续训时只有它们能改检查点里的值），默认全部。"""
-    check(options, int(os.environ.get("WORLD_SIZE", 1)))
+    if options.init_from != "resume":  # 续训时等选项与检查点合并之后再查，同样在分配之前
+        check(options, int(os.environ.get("WORLD_SIZE", 1)))
     world = start_world(options.device)
     try:
         code = train(options, set(asdict(options)) if given is None else given, world)
