@@ -215,7 +215,7 @@ def test_split_keeps_every_row_and_refuses_empty_parts():
 @pytest.mark.slow
 def test_script_runs_as_a_reader_would(run_script, tokens):
     """`python experiments/grad_accum.py` 成功，打印各节，结果文件里的差小于 1e-6。"""
-    done = run_script("experiments/grad_accum.py", "--repeats", 1)
+    done = run_script("experiments/grad_accum.py", "--sequences", 16, "--repeats", 1)
     assert done.returncode == 0, done.stderr
     for title in ("等长", "变长", "内存", "每步时间", "归一化层", "dropout", "累加器", "末尾"):
         assert title in done.stdout, f"输出里没有「{title}」：\n{done.stdout}"
