@@ -71,8 +71,9 @@ def train_command(options: Options, data: str, compiled: bool, folder: str) -> l
     seconds = options.seconds + compiled * options.compile_seconds
     settings = {
         **shape, "micro_batch": options.micro_batch, "global_batch_tokens": tokens, "data": data,
-        "out_dir": folder, "time_limit": seconds / 60, "steps": 100_000, "decay_steps": 100_000,
-        "lr": 6e-4, "eval_interval": 100_000, "eval_iters": 1, "log_interval": 1,
+        "out_dir": folder, "time_limit": seconds / 60, "steps": 30 if options.tiny else 100_000,
+        "decay_steps": 100_000, "lr": 6e-4, "eval_interval": 100_000, "eval_iters": 1,
+        "log_interval": 1,
         "peak_flops": options.peak_flops, "device": "cpu" if options.tiny else "cuda",
     }  # fmt: skip
     words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]

@@ -49,6 +49,48 @@ PRESETS = Path(__file__).parent / "presets"
 EXIT_DIVERGED, EXIT_INTERRUPTED = 3, 75  # 75 是 sysexits.h 的 EX_TEMPFAIL：稍后再试
 
 
+# ---------------------------------------------------------------- 全程：这两个函数就是目录
+
+
+def main(options: Options, given: set[str] | None = None) -> int:
+    """训练，返回退出码。`given` 是明确给出的选项（续训时只有它们能改检查点里的值），默认全部。"""
+    if options.init_from != "resume":  # 续训时等选项与检查点合并之后再查，同样在分配之前
+        check(options, int(os.environ.get("WORLD_SIZE", 1)))
+    world = start_world(options.device)
+    try:
+        code = train(options, set(asdict(options)) if given is None else given, world)
+    except UserError:
+        leave_world(world)
+        raise
+    leave_world(world)
+    return code
+
+
+def train(options: Options, given: set[str], world: World) -> int:
+    """一次训练，从数据到退出码。"""
+    start = choose_start(options, given, world)
+    options, out_dir = start.options, Path(start.options.out_dir)
+    set_numerics(options, world.device)
+    data = world.together(lambda: load_data(options))
+    run = world.together(lambda: build(start, world, data))
+    if start.state is None and (old := world.on_master(lambda: checkpoint.set_aside(out_dir))):
+        world.say(f"{out_dir} 里上一次的结果移到了 {old}（想接着它训练，用 --init-from resume）。")
+    announce(run)
+    log = world.together(
+        lambda: RunLog(out_dir, step=run.step, evaluated=run.evaluated,
+                       tensorboard=options.tensorboard) if world.master else None
+    )  # fmt: skip
+    try:
+        with Interruption(world, options.time_limit) as interruption:
+            return loop(run, log, interruption)
+    except Diverged as problem:
+        world.say(f"错误：{problem}", error=True)
+        return EXIT_DIVERGED
+    finally:
+        if log:
+            log.close()
+
+
 # ---------------------------------------------------------------- 精度：TF32 与 autocast
 
 
@@ -70,7 +112,7 @@ def set_numerics(options: Options, device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # 只为查错，白花时间
 
 
-# ---------------------------------------------------------------- 组装：优化器、编译、DDP
+# ---------------------------------------------------------------- 组装：模型、优化器、编译、DDP
 
 
 @dataclass
@@ -131,6 +173,66 @@ def build(start: Start, world: World, data: dict) -> Run:
     if start.state is not None:
         restore(run, start.state)
     return run
+
+
+def announce(run: Run) -> None:
+    """开头打印全部选项和由它们推出来的量：日志要能单独看懂。"""
+    options, world = run.options, run.world
+    for name, value in asdict(options).items():
+        world.say(f"{name} = {value}")
+    sequences = options.global_batch_tokens // options.seq_len
+    world.say(
+        f"模型 {run.raw.num_params():,} 个参数；{world.device}，{str(run.dtype)[6:]}，"
+        f"{'编译' if run.forward is not run.raw else 'eager'}，{world.size} 个进程。\n"
+        f"全局 batch：{sequences} 个序列 × {options.seq_len} = {options.global_batch_tokens:,} 个 "
+        f"token = micro {options.micro_batch} × {world.size} 个进程 × 累积 "
+        f"{run.accumulation} 次；训练集有 {len(run.data['train']):,} 个 token。"
+    )
+
+
+# ---------------------------------------------------------------- 循环
+
+
+def loop(run: Run, log: RunLog | None, interruption: Interruption) -> int:
+    """设学习率；评估与存盘；micro-steps；裁剪与更新。返回退出码。"""
+    options, tokens = run.options, run.options.global_batch_tokens
+    meter = Meter(run.raw.flops_per_token(), tokens, run.world.device, run.world.size,
+                  options.peak_flops)  # fmt: skip
+    batches = feed(run.data["train"], run.step, options, run.world)
+    batch, pending, begun = next(batches), None, run.step
+    while True:
+        rate = learning_rate(
+            run.step, peak=options.lr, warmup=options.warmup_steps, total=options.decay_steps,
+            floor_ratio=options.min_lr_ratio,
+        )  # fmt: skip
+        for optimizer in run.optimizers:
+            set_learning_rate(optimizer, rate)
+        stop, done = interruption.agreed(), run.step >= options.steps
+        if stop or done or is_due(run.step, options):
+            if pending:
+                require_finite(run, *pending)  # 存盘之前一定先查
+                pending = None
+            meter.stop()
+            evaluate_and_save(run, log, stopping=bool(stop))
+        if stop or done:
+            return finish(run, stop)
+        meter.go()
+        loss, norm, batch = train_step(run, batches, batch)
+        if pending:
+            require_finite(run, *pending)  # 查上一步的：这一步已经排进队列，等待不让 GPU 空转
+        pending = run.step, loss, norm
+        run.step, meter.steps = run.step + 1, meter.steps + 1
+        if run.step == begun + 1 or run.step % options.log_interval == 0:
+            require_finite(run, *pending)
+            pending = None
+            meter.stop()
+            report(run, log, meter, loss.item(), norm.item(), rate, first=run.step == begun + 1)
+
+
+def is_due(step: int, options: Options) -> bool:
+    """第 `step` 步要不要评估或存盘。"""
+    saving = options.save_interval and step % options.save_interval == 0
+    return bool(saving) or step % options.eval_interval == 0
 
 
 # ---------------------------------------------------------------- 一步
@@ -254,49 +356,7 @@ def evaluate_and_save(run: Run, log: RunLog | None, *, stopping: bool) -> None:
         save(run)
 
 
-# ---------------------------------------------------------------- 循环
-
-
-def loop(run: Run, log: RunLog | None, interruption: Interruption) -> int:
-    """设学习率；评估与存盘；micro-steps；裁剪与更新。返回退出码。"""
-    options, tokens = run.options, run.options.global_batch_tokens
-    meter = Meter(run.raw.flops_per_token(), tokens, run.world.device, run.world.size,
-                  options.peak_flops)  # fmt: skip
-    batches = feed(run.data["train"], run.step, options, run.world)
-    batch, pending, begun = next(batches), None, run.step
-    while True:
-        rate = learning_rate(
-            run.step, peak=options.lr, warmup=options.warmup_steps, total=options.decay_steps,
-            floor_ratio=options.min_lr_ratio,
-        )  # fmt: skip
-        for optimizer in run.optimizers:
-            set_learning_rate(optimizer, rate)
-        stop, done = interruption.agreed(), run.step >= options.steps
-        if stop or done or is_due(run.step, options):
-            if pending:
-                require_finite(run, *pending)  # 存盘之前一定先查
-                pending = None
-            meter.stop()
-            evaluate_and_save(run, log, stopping=bool(stop))
-        if stop or done:
-            return finish(run, stop)
-        meter.go()
-        loss, norm, batch = train_step(run, batches, batch)
-        if pending:
-            require_finite(run, *pending)  # 查上一步的：这一步已经排进队列，等待不让 GPU 空转
-        pending = run.step, loss, norm
-        run.step, meter.steps = run.step + 1, meter.steps + 1
-        if run.step == begun + 1 or run.step % options.log_interval == 0:
-            require_finite(run, *pending)
-            pending = None
-            meter.stop()
-            report(run, log, meter, loss.item(), norm.item(), rate, first=run.step == begun + 1)
-
-
-def is_due(step: int, options: Options) -> bool:
-    """第 `step` 步要不要评估或存盘。"""
-    saving = options.save_interval and step % options.save_interval == 0
-    return bool(saving) or step % options.eval_interval == 0
+# ---------------------------------------------------------------- 日志与结束
 
 
 def report(
@@ -339,60 +399,6 @@ def finish(run: Run, stop: str) -> int:
     return EXIT_INTERRUPTED
 
 
-def announce(run: Run) -> None:
-    """开头打印全部选项和由它们推出来的量：日志要能单独看懂。"""
-    options, world = run.options, run.world
-    for name, value in asdict(options).items():
-        world.say(f"{name} = {value}")
-    sequences = options.global_batch_tokens // options.seq_len
-    world.say(
-        f"模型 {run.raw.num_params():,} 个参数；{world.device}，{str(run.dtype)[6:]}，"
-        f"{'编译' if run.forward is not run.raw else 'eager'}，{world.size} 个进程。\n"
-        f"全局 batch：{sequences} 个序列 × {options.seq_len} = {options.global_batch_tokens:,} 个 "
-        f"token = micro {options.micro_batch} × {world.size} 个进程 × 累积 "
-        f"{run.accumulation} 次；训练集有 {len(run.data['train']):,} 个 token。"
-    )
-
-
-def train(options: Options, given: set[str], world: World) -> int:
-    """一次训练，从数据到退出码。"""
-    start = choose_start(options, given, world)
-    options, out_dir = start.options, Path(start.options.out_dir)
-    set_numerics(options, world.device)
-    data = world.together(lambda: load_data(options))
-    run = world.together(lambda: build(start, world, data))
-    if start.state is None and (old := world.on_master(lambda: checkpoint.set_aside(out_dir))):
-        world.say(f"{out_dir} 里上一次的结果移到了 {old}（想接着它训练，用 --init-from resume）。")
-    announce(run)
-    log = world.together(
-        lambda: RunLog(out_dir, step=run.step, evaluated=run.evaluated,
-                       tensorboard=options.tensorboard) if world.master else None
-    )  # fmt: skip
-    try:
-        with Interruption(world, options.time_limit) as interruption:
-            return loop(run, log, interruption)
-    except Diverged as problem:
-        world.say(f"错误：{problem}", error=True)
-        return EXIT_DIVERGED
-    finally:
-        if log:
-            log.close()
-
-
-def main(options: Options, given: set[str] | None = None) -> int:
-    """训练，返回退出码。`given` 是明确给出的选项（续训时只有它们能改检查点里的值），默认全部。"""
-    if options.init_from != "resume":  # 续训时等选项与检查点合并之后再查，同样在分配之前
-        check(options, int(os.environ.get("WORLD_SIZE", 1)))
-    world = start_world(options.device)
-    try:
-        code = train(options, set(asdict(options)) if given is None else given, world)
-    except UserError:
-        leave_world(world)
-        raise
-    leave_world(world)
-    return code
-
-
 def command_line(argv: list[str] | None = None) -> int:
     """解析命令行并训练；使用者的错误只报一句，退出码 2。"""
     try:
@@ -401,6 +407,8 @@ def command_line(argv: list[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"错误：{error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # 循环开始之前按了 Ctrl-C：还没有什么可存的
+        return 130
 
 
 if __name__ == "__main__":

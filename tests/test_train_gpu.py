@@ -895,7 +895,7 @@ def test_gpu_check_runs_its_whole_course_on_a_cpu(tmp_path, capsys, monkeypatch)
         pytest.skip(hardware.compile_support()[1])
     out = tmp_path / "r.json"
     gpu_check.main(gpu_check.Options(
-        tiny=True, seconds=2, compile_seconds=40, micro_batch=2, accumulation=1, out=str(out)
+        tiny=True, seconds=60, compile_seconds=60, micro_batch=2, accumulation=1, out=str(out)
     ))  # fmt: skip
     result = json.loads(out.read_text())
     assert [(run["data"], run["compiled"]) for run in result["runs"]] == [
