@@ -325,7 +325,7 @@ def cannot_launch(plan: Plan) -> str | None:
     if plan.strategy != "ddp":
         return "这个计划要把状态分到各张卡上，而 train_gpu.py 只做 DDP；FSDP 见 fsdp 一章"
     if plan.checkpoint:
-        return "这个计划要重算激活，而 train_gpu.py 不重算；多用几张卡，或给模型的每层套上 checkpoint"
+        return "这个计划要重算激活，而 train_gpu.py 不重算；请多用几张卡，或给每层套上 checkpoint"
     return None
 
 

@@ -1,0 +1,550 @@
+"""budget：参数、FLOPs、显存、时间与价格的算术，与公开记录、真模型和逐张量的跟踪一致。"""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from experiments import budget, memory, planning, published
+from experiments.architecture import (
+    PRESETS,
+    Architecture,
+    BudgetError,
+    executed_flops_per_token,
+    flops_per_token,
+    from_config_json,
+    gpt,
+    gpt2,
+    kv_cache_bytes,
+    llama,
+)
+from experiments.hardware_table import DEVICES, find_device
+from experiments.planning import Request, make_plan
+
+ROOT = Path(__file__).resolve().parent.parent
+MEASURED = ROOT / "book" / "measured" / "budget_memory.csv"
+
+TABLE = """\
+规模    token    FLOPs  GPU  小时  状态 GB  分片后 GB  激活 GB
+124M    2.5 B  1.8e+18    1   1.3      2.0       1.98      5.1
+1.3B   26.0 B  2.0e+20    8  17.8     20.8       2.60     27.4
+  7B  140.0 B  5.9e+21   64  64.5    112.0       1.75     36.5
+"""
+
+
+def run_budget(*args: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    """像读者那样启动脚本。"""
+    return subprocess.run(
+        [sys.executable, *flags, "experiments/budget.py", *args], cwd=ROOT, text=True,
+        capture_output=True, encoding="utf-8", timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"},
+    )
+
+
+# --- 入门表 -------------------------------------------------------------------------------
+
+def test_the_table_needs_only_the_standard_library():
+    """没有参数时，只有标准库的 Python（-S：看不到任何安装的包）也打印那张表，一字不差。"""
+    done = run_budget(flags=("-S",))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == TABLE, done.stdout
+
+
+def test_reading_of_the_table():
+    """正文对表的解读成立：1.3B 的 DDP 要 48.2 GB，micro-batch 加倍要 75.6 GB，logits 6.6 GB。"""
+    row = budget.table_row(budget.SCALES[1])
+    one = row.states + row.activations
+    two = row.states + 2 * row.activations
+    logits = 16 * 2048 * 50304 * 4 / 1e9
+    assert (f"{one:.1f}", f"{two:.1f}", f"{logits:.1f}") == ("48.2", "75.6", "6.6"), (one, two)
+    assert two < 80 < two + logits
+    flops = planning.training_flops(1e9, 20e9)
+    hours = planning.training_hours(flops, 8, 989e12, 0.4)
+    assert f"{hours:.1f}" == "10.5", hours
+
+
+def test_activation_formula_is_already_in_bytes():
+    """34·s·b·d·L 已经是字节：Llama-8B 在 s = 1024 时是 4.25 GiB，再乘 2 就错了一倍。"""
+    gib = memory.simple_activations(1024, 1, 4096, 32) * 1e9 / 2**30
+    assert gib == 4.25, gib
+
+
+# --- 参数量 -------------------------------------------------------------------------------
+
+COUNTS = {
+    "gpt2-124m": 124_439_808, "mpt-125m": 125_311_488, "mpt-350m": 355_985_408,
+    "mpt-760m": 760_470_528, "mpt-1b": 1_315_950_592, "mpt-3b": 2_651_837_440,
+    "mpt-7b": 6_658_859_008, "mpt-13b": 12_853_954_560, "mpt-30b": 29_975_214_080,
+    "124m": 123_587_328, "1.3b": 1_307_936_768, "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496, "tinyllama-1.1b": 1_100_048_384,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), COUNTS.items())
+def test_published_parameter_counts(name, count):
+    """参数量与公开的数字相等，一个不差。"""
+    assert PRESETS[name].params() == count
+
+
+def test_gpt2_without_biases():
+    """没有偏置的 GPT-2 124M 是 124,337,664 个参数。"""
+    assert gpt2(768, 12, 12, bias=False).params() == 124_337_664
+
+
+def test_palm_has_540_billion():
+    """PaLM 的形状（多查询注意力、SwiGLU、并行层）数出 540.35 B，与论文相符。"""
+    assert round(PRESETS["palm-540b"].params() / 1e9, 2) == pytest.approx(540.35, abs=0.011)
+
+
+def test_qwen_72b_config_is_not_56b(tmp_path):
+    """Qwen1.5-72B 的 config.json 数出 72.29 B（一个公开的计算器曾印成 56.19 B）。"""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({
+        "model_type": "qwen2", "hidden_size": 8192, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 64, "intermediate_size": 24576,
+        "vocab_size": 152064, "max_position_embeddings": 32768, "tie_word_embeddings": False,
+    }))
+    assert from_config_json(path).params() == 72_287_920_128
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("{", "读不了"), ('{"model_type": "mixtral"}', "model_type 是 mixtral"),
+    ('{"model_type": "llama"}', "缺 hidden_size"), ("[]", "不是一个 JSON 对象"),
+])
+def test_a_config_it_cannot_count_is_refused(tmp_path, text, said):
+    """坏的或不认识的 config.json：一句话说明，不给近似数。"""
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(BudgetError, match=said):
+        from_config_json(path)
+
+
+@given(
+    st.integers(1, 16), st.integers(1, 40), st.integers(1, 16), st.integers(100, 60_000),
+    st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_our_gpt_matches_the_model_on_meta(pairs, n_layer, n_head, vocab, more):
+    """任意形状下，算出的参数量与 meta 设备上建出来的 GPT 相等。"""
+    import torch
+
+    from model import GPT, GPTConfig
+
+    d_model = 2 * pairs * n_head + 2 * n_head * 12 * more
+    assume(d_model >= 12)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab, d_model, n_head, n_layer % 4 + 1, 64))
+    arch = gpt(d_model, n_layer % 4 + 1, n_head, 64, vocab)
+    assert arch.params() == model.num_params()
+    assert flops_per_token(arch, 48) == model.flops_per_token(48)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "qwen3"])
+def test_hugging_face_models_on_meta(tmp_path, kind):
+    """由 config.json 数出的参数量，与 transformers 在 meta 设备上建出的模型相等。"""
+    import torch
+    import transformers
+
+    shape = {"vocab_size": 1009, "n_embd": 96, "n_layer": 3, "n_head": 4, "n_positions": 128}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(**shape)
+    else:
+        make = {
+            "llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config,
+            "qwen3": transformers.Qwen3Config,
+        }[kind]
+        config = make(
+            vocab_size=1009, hidden_size=96, num_hidden_layers=3, num_attention_heads=6,
+            num_key_value_heads=2, intermediate_size=200, tie_word_embeddings=kind == "qwen3",
+            **({"head_dim": 24} if kind == "qwen3" else {}),
+        )
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    counted = from_config_json(tmp_path / "config.json").params()
+    assert counted == sum(p.numel() for p in model.parameters())
+
+
+def test_kv_cache_of_gqa():
+    """Llama-3-8B 的 KV 缓存：8192 个位置、8 个 KV 头，bf16 恰好 1 GiB，是 32 头时的四分之一。"""
+    arch = PRESETS["llama3-8b"]
+    assert kv_cache_bytes(arch, 8192) == 2**30
+    assert kv_cache_bytes(replace(arch, n_kv_head=32), 8192) == 2**32
+
+
+# --- FLOPs --------------------------------------------------------------------------------
+
+def test_published_flops_of_gpt2():
+    """GPT-2 124M、1024 个 token：PaLM 公式 875,062,886,400，逐个算子 874,944,921,600。"""
+    arch = gpt2(768, 12, 12, bias=False)
+    assert 1024 * flops_per_token(arch, convention="no_positions") == 875_062_886_400
+    assert 1024 * executed_flops_per_token(arch) == 874_944_921_600
+
+
+def test_tying_does_not_change_the_flops():
+    """共享输出头少一份参数，但一次乘法也不少。"""
+    tied = gpt(256, 4, 4, 128, 1000)
+    untied = replace(tied, tied=False)
+    assert untied.params() - tied.params() == 256_000
+    assert executed_flops_per_token(untied) == executed_flops_per_token(tied)
+
+
+def counted_flops(arch: Architecture, batch: int, recompute: bool, stops_early: bool) -> int:
+    """FlopCounterMode 在 meta 设备上数出的一步（前向加反向）的 FLOPs。"""
+    import torch
+    from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from model import GPT, GPTConfig
+
+    with torch.device("meta"):
+        model = GPT(GPTConfig(
+            arch.vocab_size, arch.d_model, arch.n_head, arch.n_layer, arch.seq_len,
+            attention="sdpa",
+        ))
+        x = torch.zeros(batch, arch.seq_len, dtype=torch.int64)
+    if recompute:
+        for block in model.blocks:
+            forward = block.forward
+            block.forward = lambda h, r, f=forward: checkpoint(f, h, r, use_reentrant=False)
+    with FlopCounterMode(display=False) as counter, set_checkpoint_early_stop(stops_early):
+        model(x, x)[1].backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("recompute", "stops_early"), [(0, 1), (1, 1), (1, 0)])
+def test_flops_equal_the_counted_operations(recompute, stops_early):
+    """算出的 FLOPs 与逐算子计数相差不到 0.1 %，含注意力，重算与否都是。"""
+    arch = gpt(192, 3, 6, 256, 1000)
+    ours = 2 * 256 * executed_flops_per_token(
+        arch, recompute="full" if recompute else "none", stops_early=bool(stops_early)
+    )
+    counted = counted_flops(arch, 2, bool(recompute), bool(stops_early))
+    assert abs(ours / counted - 1) < 1e-3, (ours, counted)
+
+
+# --- 公开记录 -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("run", published.MFU_RUNS, ids=lambda run: run.name)
+def test_published_mfu(run):
+    """重算的 MFU 与发布的相差不超过 0.1 个百分点，再加上发布值与输入的舍入。"""
+    gap = abs(run.ours - run.published)
+    assert gap <= 0.1 or gap <= run.rounding, f"{run.ours:.2f} 对 {run.published}"
+
+
+def test_exact_mfu_rows_dominate():
+    """至少三分之二的记录吻合到 0.1 个百分点，其余的舍入都写明了。"""
+    close = [run for run in published.MFU_RUNS if abs(run.ours - run.published) <= 0.1]
+    assert 3 * len(close) >= 2 * len(published.MFU_RUNS), len(close)
+
+
+@pytest.mark.parametrize("run", published.WHOLE_RUNS, ids=lambda run: run.name)
+def test_run_times_within_the_mfu_range(run):
+    """发布的时间落在 MFU 29 %–60 % 的预测之内；落在常见的 30–50 % 之外的都有解释。"""
+    low, high = published.MFU_SEEN
+    assert run.predicted(high) <= run.hours <= run.predicted(low), f"{run.implied_mfu:.1%}"
+    usual = published.MFU_USUAL[0] <= run.implied_mfu <= published.MFU_USUAL[1]
+    assert usual or len(run.why) > 8
+
+
+def test_implied_mfu_of_whole_runs():
+    """反推的 MFU：nanoGPT 29.2，LLaMA 43.4 / 51.4 / 45.8 / 47.7，nanochat 50.0。"""
+    implied = {run.name: f"{100 * run.implied_mfu:.1f}" for run in published.WHOLE_RUNS}
+    assert implied["nanoGPT 124M，8×A100"] == "29.2"
+    llama = [value for name, value in implied.items() if name.startswith("LLaMA")]
+    assert llama == ["43.4", "51.4", "45.8", "47.7"]
+    assert implied["nanochat d24，8×H100"] == "50.0"
+
+
+def test_prices_of_published_runs():
+    """发布的花费除以卡时：llm.c 的 A100 约 1.6 美元，1558M 的 H100 3.5，nanochat 3.0。"""
+    runs = {run.name: run for run in published.WHOLE_RUNS}
+    rate = {n: r.cost / r.hours / r.gpus for n, r in runs.items() if r.cost}
+    assert [round(v, 1) for v in rate.values()] == [1.6, 3.5, 3.0], rate
+
+
+def test_llama3_total_compute():
+    """Llama-3 405B：6ND 是 3.80e25，与发布的 3.8e25 相合。"""
+    flops = planning.training_flops(
+        PRESETS["llama3-405b"].params(), published.LLAMA3_405B_TOKENS
+    )
+    assert f"{flops:.1e}" == f"{published.LLAMA3_405B_FLOPS:.1e}"
+
+
+def test_energy_of_llama():
+    """LLaMA-65B 的 1,022,362 卡时、400 W、PUE 1.1 是 449 MWh（论文表 15 的数字）。"""
+    run = published.WHOLE_RUNS[6]
+    cost = planning.cost_of(run.flops, DEVICES["a100"], 2048, run.implied_mfu, None)
+    assert cost.gpu_hours == pytest.approx(1_022_362)
+    assert 449 <= cost.energy / 1000 < 451, cost.energy
+
+
+# --- Chinchilla ---------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("fit", "params", "tokens", "ratio"), [
+    (0, "326", "11.29", "92.6"), (1, "389", "9.48", "59.1"), (2, "394", "9.36", "18.4"),
+])
+def test_published_optima_of_the_fits(fit, params, tokens, ratio):
+    """三组拟合在 2.21e19 处的最优 N（M）与 D（B），以及 5.76e23 处的 token/参数，与公开值相同。"""
+    n, d = budget.optimal_by_fit(2.21e19, budget.FITS[fit])
+    assert (f"{n / 1e6:.0f}", f"{d / 1e9:.2f}") == (params, tokens)
+    n, d = budget.optimal_by_fit(5.76e23, budget.FITS[fit])
+    assert f"{d / n:.1f}" == ratio
+
+
+@pytest.mark.parametrize(("params", "flops", "tokens"), published.CHINCHILLA_TABLE)
+def test_twenty_tokens_per_parameter_follows_the_table(params, flops, tokens):
+    """「每参数 20 个 token」与 Chinchilla 表 3 相差不到 8 %。"""
+    n, d = budget.optimal_by_rule(flops)
+    assert abs(n / params - 1) < 0.08 and abs(d / tokens - 1) < 0.08, (n, d)
+
+
+# --- 显存 ---------------------------------------------------------------------------------
+
+def test_published_zero_states():
+    """ZeRO 论文：7.5 B 参数、64 张卡，每卡状态 120 → 31.4 → 16.6 → 1.9 GB。"""
+    states = [
+        f"{memory.zero_bytes_per_param(s, 64) * 7.5:.1f}" for s in memory.STRATEGIES
+    ]
+    assert states == ["120.0", "31.4", "16.6", "1.9"]
+
+
+def measured_rows() -> list[dict[str, str]]:
+    with MEASURED.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_memory_estimate_within_ten_percent_of_tracked():
+    """对 124M、1.3B、7B 的 eager、编译、重算与 FSDP，估计与逐张量跟踪的峰值相差不到 10 %。"""
+    from experiments.track_memory import SHAPES, predict
+
+    rows = measured_rows()
+    assert {row["model"] for row in rows} == {"124M", "1.3B", "7B"}
+    assert {row["variant"] for row in rows} == {"eager", "compiled", "checkpoint"}
+    assert {row["strategy"] for row in rows} == {"ddp", "zero3"}
+    for row in rows:
+        now = predict(SHAPES[row["model"]], row["variant"], row["strategy"], int(row["gpus"]))
+        error = now / float(row["peak_gb"]) - 1
+        assert abs(error) < 0.10, f"{row['model']} {row['strategy']} {row['variant']} {error:+.1%}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["eager", "compiled", "checkpoint"])
+def test_tracked_live(variant):
+    """在这台机器上重新跟踪一个小形状，估计的误差仍不到 10 %。"""
+    from experiments.track_memory import Shape, predict, track
+
+    shape = Shape(512, 4, 8, 512, 8, 16384)
+    peak = track(shape, variant)["peak"]
+    predicted = predict(shape, variant, "ddp", 1)
+    assert abs(predicted / peak - 1) < 0.10, (predicted, peak)
+
+
+@pytest.mark.slow
+def test_tracked_live_fsdp():
+    """FSDP2 也是：假的 8 卡进程组，估计的误差不到 10 %。"""
+    from experiments.track_memory import Shape, predict, track_fsdp
+
+    shape = Shape(512, 6, 8, 512, 8, 16384)
+    peak = track_fsdp(shape, "eager", 8)["peak"]
+    predicted = predict(shape, "eager", "zero3", 8)
+    assert abs(predicted / peak - 1) < 0.10, (predicted, peak)
+
+
+# --- 计划 ---------------------------------------------------------------------------------
+
+def test_plan_of_one_billion_on_eight_h100():
+    """1B 在 8 张 H100 上：20 B token、10.5 小时、DDP 放得下，batch 几百万 token。"""
+    plan = make_plan(Request(1e9))
+    assert plan.strategy == "ddp" and not plan.checkpoint
+    assert plan.tokens == 20e9 and f"{plan.cost.hours:.1f}" == "10.5"
+    assert plan.memory.total < memory.USABLE * 80
+    assert plan.global_batch == plan.micro_batch * 2048 * 8 * plan.accumulation == 2**21
+    assert abs(plan.arch.params() / 1e9 - 1) < 0.03
+
+
+def test_plan_of_seven_billion_needs_fsdp():
+    """7B 的状态 112 GB 放不进一张 H100：计划改用 FSDP，并说 train_gpu.py 跑不了它。"""
+    plan = make_plan(Request(7e9, gpus=64))
+    assert plan.strategy == "zero3"
+    assert "FSDP" in planning.cannot_launch(plan)
+
+
+def test_plan_prefers_recomputation_to_defeat():
+    """一张 24 GB 的卡：1B 不重算放不下，重算后放得下。"""
+    plan = make_plan(Request(1e9, "4090", gpus=1, seq_len=1024))
+    assert plan.checkpoint and plan.memory.total < memory.USABLE * 24
+
+
+def test_an_impossible_plan_names_the_nearest():
+    """放不下的计划：一句话说差多少，以及加到几张卡、换什么卡、缩到多小就可行；每条都真可行。"""
+    request = Request(7e10, gpus=8)
+    with pytest.raises(BudgetError) as caught:
+        make_plan(request)
+    said = str(caught.value)
+    gpus = int(said.split("同样的卡用 ")[1].split(" 张")[0])
+    assert make_plan(replace(request, gpus=gpus))
+    with pytest.raises(BudgetError):
+        make_plan(replace(request, gpus=gpus // 2))
+    device = said.split("换成 8 张 ")[1].split("（")[0]
+    assert make_plan(replace(request, device=device))
+    billions = float(said.split("模型缩到约 ")[1].split(" B")[0])
+    assert make_plan(replace(request, params=0.99e9 * billions))
+
+
+def test_the_plan_writes_what_train_gpu_reads(tmp_path):
+    """plan --out 写出的 TOML，train_gpu 的选项解析原样接受，并得到计划里的累积次数。"""
+    from experiments.options import parse
+    from experiments.train_options import Options, check
+
+    path = tmp_path / "plan.toml"
+    done = run_budget("plan", "--params", "1.3e9", "--gpus", "8", "--out", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "torchrun --standalone --nproc-per-node 8" in done.stdout
+    options, _ = parse(
+        Options, ["--config", str(path)], presets=ROOT / "experiments" / "presets", description=""
+    )
+    plan = make_plan(Request(1.3e9))
+    assert (options.d_model, options.n_layer, options.seq_len) == (2048, 24, 2048)
+    assert check(options, 8) == plan.accumulation
+    assert options.steps == plan.steps and options.warmup_steps < options.steps
+
+
+@pytest.mark.parametrize(("args", "said"), [
+    (("plan",), "要给出模型"),
+    (("plan", "--params", "-1"), "参数量"),
+    (("plan", "--params", "nan"), "参数量"),
+    (("plan", "--params", "1e9", "--gpus", "0"), "卡数"),
+    (("plan", "--params", "1e9", "--device", "h101"), "没有叫 h101 的设备"),
+    (("plan", "--params", "1e9", "--mfu", "1.2"), "不可能超过 1"),
+    (("plan", "--params", "1e9", "--out", "/proc/nowhere/x.toml"), "写不了"),
+    (("memory", "--model", "9b"), "没有叫 9b 的预设"),
+    (("optimal", "--money", "10", "--device", "b200"), "--price"),
+    (("optimal",), "要给一个"),
+    (("count", "--config-json", "no.json"), "读不了"),
+])
+def test_nonsense_is_refused_in_one_sentence(capsys, monkeypatch, args, said):
+    """不合理的输入：stderr 上一句话，退出码 2，没有 traceback。"""
+    monkeypatch.setattr(sys, "argv", ["budget.py", *args])
+    with pytest.raises(SystemExit) as caught:
+        budget.command_line()
+    message = capsys.readouterr().err
+    assert caught.value.code == 2 and said in message, message
+    assert message.count("\n") == 1 and "Traceback" not in message
+
+
+# --- 性质 ---------------------------------------------------------------------------------
+
+sizes = st.floats(1e7, 1e12)
+shapes = st.builds(
+    lambda heads, layers, vocab, kv: llama(
+        128 * heads, layers, heads, heads if kv else 1, 352 * heads, vocab, 2048, tied=kv
+    ),
+    st.integers(1, 64), st.integers(1, 100), st.integers(256, 200_000), st.booleans(),
+)
+
+
+@given(sizes, st.floats(1.01, 10), st.sampled_from(sorted(DEVICES)), st.integers(1, 4096))
+@settings(deadline=None)
+def test_cost_grows_with_size(params, more, name, gpus):
+    """更大的模型要更多算力、时间、钱和电；卡数加倍，时间减半，卡时不变。"""
+    device = DEVICES[name]
+
+    def cost(n: float, cards: int) -> planning.Cost:
+        return planning.cost_of(planning.training_flops(n, 20 * n), device, cards, 0.4, 2.0)
+
+    small, large = cost(params, gpus), cost(more * params, gpus)
+    assert small.hours < large.hours and small.price < large.price
+    assert small.energy < large.energy
+    twice = cost(params, 2 * gpus)
+    assert twice.hours == pytest.approx(small.hours / 2)
+    assert twice.gpu_hours == pytest.approx(small.gpu_hours)
+
+
+@given(
+    shapes, st.integers(1, 32), st.integers(1, 1024), st.sampled_from(memory.EXECUTIONS),
+    st.booleans(),
+)
+@settings(deadline=None)
+def test_zero_never_needs_more_than_ddp(arch, micro, gpus, execution, checkpoint):
+    """每多分摊一样，状态不增；任何 ZeRO 的每卡显存都不超过 DDP。"""
+    states = [memory.zero_bytes_per_param(s, gpus) for s in memory.STRATEGIES]
+    assert states == sorted(states, reverse=True)
+    totals = [
+        memory.estimate(
+            arch, micro_batch=micro, strategy=s, gpus=gpus, execution=execution,
+            checkpoint=checkpoint,
+        ).total
+        for s in memory.STRATEGIES
+    ]
+    assert all(total <= totals[0] * (1 + 1e-12) for total in totals), totals
+
+
+@given(
+    shapes, st.integers(1, 32), st.integers(1, 64), st.sampled_from(memory.STRATEGIES),
+    st.sampled_from(memory.EXECUTIONS), st.booleans(),
+)
+@settings(deadline=None)
+def test_memory_grows_with_batch_and_depth(arch, micro, gpus, strategy, execution, checkpoint):
+    """micro-batch 加一、层数加一，显存都增；重算不增；编译的激活不多于 eager。"""
+    def total(a: Architecture, m: int, **kw) -> float:
+        options = {"execution": execution, "checkpoint": checkpoint} | kw
+        return memory.estimate(a, micro_batch=m, strategy=strategy, gpus=gpus, **options).total
+
+    here = total(arch, micro)
+    assert total(arch, micro + 1) >= here
+    assert total(replace(arch, n_layer=arch.n_layer + 1), micro) > here
+    layer = {e: sum(memory.layer_bytes(arch, e).values()) for e in memory.EXECUTIONS}
+    assert layer["compiled"] < layer["eager"]
+
+
+@given(st.floats(10, 1e7), st.floats(0.05, 20), st.floats(0.05, 1), st.floats(1, 200))
+def test_money_survives_a_round_trip(money, price, mfu, ratio):
+    """钱 → 算力 → (N, D) → 小时 → 钱：单位转一圈回到原处。"""
+    device = DEVICES["h100"]
+    flops = budget.flops_for_money(money, price, device.peak_bf16, mfu)
+    params, tokens = budget.optimal_by_rule(flops, ratio)
+    again = planning.cost_of(planning.training_flops(params, tokens), device, 8, mfu, price)
+    assert again.price == pytest.approx(money, rel=1e-9)
+    assert tokens / params == pytest.approx(ratio)
+
+
+@given(sizes, st.integers(1, 2048), st.sampled_from(["a100", "h100", "4090", "b200"]))
+@settings(deadline=None, max_examples=60)
+def test_every_plan_keeps_its_promises(params, gpus, device):
+    """排出的计划：显存在九成以内，batch 恰好由三个整数相乘，步数够看完全部 token。"""
+    try:
+        plan = make_plan(Request(params, device, gpus))
+    except BudgetError as error:
+        assert "放不进" in str(error) and "\n" not in str(error)
+        return
+    assert plan.memory.total <= memory.USABLE * plan.capacity
+    assert plan.global_batch == plan.micro_batch * 2048 * gpus * plan.accumulation
+    assert (plan.steps - 1) * plan.global_batch < plan.tokens <= plan.steps * plan.global_batch
+    assert math.isfinite(plan.cost.hours) and plan.cost.hours > 0
+    assert abs(plan.arch.params() / params - 1) < 0.25
+
+
+# --- 设备表 -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("name", "found"), [
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"),
+    ("NVIDIA H100 NVL", "h100-nvl"), ("NVIDIA A100-SXM4-40GB", "a100"),
+    ("NVIDIA GeForce RTX 4090", "4090"), ("NVIDIA L4", "l4"), ("NVIDIA L40S", "l40s"),
+    ("NVIDIA GB200", "gb200"), ("AMD Instinct MI300X", "mi300x"), ("NVIDIA GH200 480GB", None),
+    ("NVIDIA RTX A4000", None), ("NVIDIA A10G", None), ("NVIDIA GeForce RTX 4090 D", None),
+    ("NVIDIA GeForce RTX 3090 Ti", None), ("NVIDIA H200 NVL", None), ("NVIDIA L40", None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("AMD Instinct MI250X", None),
+])
+def test_devices_are_known_or_unknown_never_guessed(name, found):
+    """按 torch 报告的名字认卡：认得的给对峰值，名字相近的另一种卡一律不认。"""
+    assert find_device(name) == (DEVICES[found] if found else None)
