@@ -21,7 +21,7 @@ for folder in (BOOK, BOOK / "_ext"):  # 书页的工作目录，以及 Sphinx �
 
 import repository_links  # noqa: E402
 from _ext import page  # noqa: E402
-from chinese_search import glossary_terms  # noqa: E402
+from chinese_site import JOINT, glossary_terms  # noqa: E402
 from page_dependencies import page_files  # noqa: E402
 
 CHAPTERS = sorted(
@@ -375,6 +375,23 @@ def test_repository_comes_from_the_origin_remote(
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     subprocess.run(["git", "-C", tmp_path, "remote", "add", "origin", remote], check=True)
     assert repository_links.repository(tmp_path) == name
+
+
+@pytest.mark.parametrize(
+    ("source", "joined"),
+    [
+        ("一句。\n又一句", "一句。又一句"),
+        ("没完\n接着", "没完接着"),
+        ("中文\nLatin", "中文\nLatin"),
+        ("句号。\nLatin", "句号。Latin"),
+        ("two\nwords", "two\nwords"),
+        ("word\n（括号）", "word（括号）"),
+        ("末尾。\n", "末尾。"),
+    ],
+)
+def test_lines_join_without_a_space_in_chinese(source: str, joined: str) -> None:
+    """源文件一句一行，网页上中文句子之间没有空格，西文之间仍有。"""
+    assert JOINT.sub("", source) == joined
 
 
 # ---- 建好的网站 ----
