@@ -1,0 +1,357 @@
+"""赛跑：达到朴素配方的验证 loss，最少要训练多久。
+
+    python experiments/speedrun.py                        # 起跑线与纪录各一次，约三分钟
+    python experiments/speedrun.py --recipes record       # 只跑纪录，不到一分钟（多半是编译）
+    python experiments/speedrun.py --recipes all --seeds 0 1 2   # 整张纪录表
+
+规则：数据相同，参数量与起跑线相差不超过 1 %，在同样的 8 个固定 batch 上用 fp32 评估；
+计时从取第一个 batch 起，到最后一次更新止，编译与预热在计时之前（另列一栏），评估不计时。
+每个配方在自己的进程里跑，几个配方轮流来：机器忽快忽慢时大家一起快慢。
+留下 results/speedrun.csv，一行是一个配方的一个种子。
+"""
+
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from experiments.measure import print_table, run_main, save_csv
+from experiments.recipe import adamw, evaluate, learning_rate
+from experiments.step import StepOptions, best_options, make_step
+from model import GPT, GPTConfig
+from tokens import load_tokens, sample_batch
+from tokens.errors import UserError
+
+Batch = tuple[Tensor, Tensor]  # x 与 y，各 (B, T) 的 int64
+HEAD_DIM = 32  # 每个注意力头的维数，与全书相同
+SEQ_LEN = 128  # token；训练与评估都是这个长度
+EVAL_BATCHES, EVAL_SIZE, EVAL_SEED = 8, 32, 1  # 固定的验证 batch：8 个，每个 32 个序列
+PARAMS_TOLERANCE = 0.01  # 参数量与起跑线最多差这么多（相对）
+TARGET = 7.07  # nat/token；起跑线 5 个种子的平均验证 loss，见 book/measured/speedrun.csv
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """一份完整的配方；默认值就是起跑线（`scaling` 一章的 1.8 M 模型）。"""
+
+    name: str = "base"
+    change: str = "起跑线：fp32、eager、AdamW"
+    d_model: int = 128
+    n_layer: int = 4
+    tied: bool = True  # 输出头与词嵌入共享一个矩阵
+    zero_init: bool = False  # 写回残差流的矩阵（与单独的输出头）从零开始
+    steps: int = 400
+    batch_size: int = 16
+    order: Literal["random", "epoch"] = "random"  # 有放回地抽窗口 | 一遍一遍不重复地读
+    fast: bool = False  # 这台机器上最快的一步（bf16、编译、合成的交叉熵……）
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon：矩阵用 Muon，其余用 Adam
+    lr: float = 3e-3  # AdamW 的峰值；optimizer="muon" 时不用
+    matrix_lr: float = 0.01  # Muon
+    embed_lr: float = 0.01  # Adam，词嵌入
+    head_lr: float = 0.01  # Adam，单独的输出头
+    gain_lr: float = 0.01  # Adam，RMSNorm 的增益
+    betas: tuple[float, float] = (0.9, 0.95)
+    embed_std: float = 0.02  # 词嵌入的初始标准差
+    warmup: int = 50  # 步
+    decay: Literal["cosine", "linear"] = "cosine"  # 余弦到 10 % | 最后一段线性到 0
+    decay_share: float = 1.0  # linear：最后多大一部分用来下降
+
+
+BASE = Recipe()
+
+_FAST = replace(BASE, name="fast", change="换成最快的一步，配方不变", fast=True)
+_MUON = replace(
+    _FAST, name="muon", change="矩阵用 Muon，词嵌入的学习率放大，batch 减半",
+    optimizer="muon", matrix_lr=0.01, embed_lr=0.02, batch_size=8, steps=390, warmup=10,
+)  # fmt: skip
+_EPOCH = replace(_MUON, name="epoch", change="不重复地读数据", order="epoch", steps=350)
+_SHAPE = replace(
+    _EPOCH, name="schedule", change="残差支路从零开始；不预热，线性降到零；β 改为 0.8、0.99",
+    zero_init=True, embed_lr=0.04, warmup=0, decay="linear", decay_share=0.8, betas=(0.8, 0.99),
+    steps=265,
+)  # fmt: skip
+RECORD = replace(
+    _SHAPE, name="untied", change="输出头单独一个矩阵；为此宽度减到 96，层数减到 2",
+    tied=False, d_model=96, n_layer=2, embed_lr=0.1, head_lr=0.01, embed_std=0.5, steps=250,
+)  # fmt: skip
+LADDER = {recipe.name: recipe for recipe in (BASE, _FAST, _MUON, _EPOCH, _SHAPE, RECORD)}
+
+
+# --- 一次训练的零件 ---
+
+
+def build(recipe: Recipe, seed: int) -> GPT:
+    """按配方建模型：大小、输出头是否共享、残差支路是否从零开始。
+
+    参数量与起跑线相差超过 1 % 时抛出 ValueError：那是另一场比赛。
+    """
+    torch.manual_seed(seed)
+    model = GPT(
+        GPTConfig(
+            d_model=recipe.d_model, n_head=recipe.d_model // HEAD_DIM,
+            n_layer=recipe.n_layer, seq_len=SEQ_LEN,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        model.embed.weight.mul_(recipe.embed_std / 0.02)
+    if not recipe.tied:
+        model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    if recipe.zero_init:
+        zero_outputs(model, recipe.tied)
+    check_params(model)
+    return model
+
+
+@torch.no_grad()
+def zero_outputs(model: GPT, tied: bool) -> None:
+    """残差支路的最后一个矩阵清零：开始时每一层都是恒等映射；单独的输出头也清零。"""
+    for block in model.blocks:
+        block.attn.out.weight.zero_()
+        block.mlp.down.weight.zero_()
+    if not tied:
+        model.head.weight.zero_()  # 开始时对每个 token 的预测都是均匀分布
+
+
+def check_params(model: GPT) -> None:
+    """比赛规则：参数量与起跑线相差不超过 1 %。"""
+    base = GPT(GPTConfig()).num_params()
+    if abs(model.num_params() / base - 1) > PARAMS_TOLERANCE:
+        raise ValueError(f"{model.num_params():,} 个参数，起跑线是 {base:,}：相差超过 1 %")
+
+
+class Together:
+    """几个优化器当作一个用：各管各的参数，一起更新。"""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        self.param_groups = [g for o in optimizers for g in o.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+def make_optimizer(model: GPT, recipe: Recipe) -> torch.optim.Optimizer | Together:
+    """起跑线是 AdamW；muon 则按参数的角色分组，每组有自己的学习率。
+
+    Muon 只管残差流里的矩阵：它把更新正交化，使每个方向走同样的步长（Jordan 2024）。
+    词嵌入和输出头的一行对应一个 token，增益是向量，都不是从一个空间到另一个空间的映射，用 Adam。
+    """
+    if recipe.optimizer == "adamw":
+        return adamw(model, recipe.lr, betas=recipe.betas, fused=recipe.fast)
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    gains = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": [model.embed.weight], "lr": recipe.embed_lr},
+        {"params": gains, "lr": recipe.gain_lr},
+    ]
+    if not recipe.tied:
+        groups.append({"params": [model.head.weight], "lr": recipe.head_lr})
+    return Together(
+        torch.optim.Muon(matrices, lr=recipe.matrix_lr, weight_decay=0.0),
+        torch.optim.AdamW(groups, betas=recipe.betas, weight_decay=0.0, fused=True),
+    )
+
+
+def rate_factor(step: int, recipe: Recipe) -> float:
+    """第 `step` 步（从 0 数）的学习率是峰值的几倍；在 (0, 1] 之内。"""
+    if recipe.decay == "cosine":
+        return learning_rate(step, peak=1.0, warmup=recipe.warmup, total=recipe.steps)
+    rising = (step + 1) / recipe.warmup if step < recipe.warmup else 1.0
+    return min(rising, (recipe.steps - step) / (recipe.decay_share * recipe.steps))
+
+
+def batches(data: Tensor, recipe: Recipe, seed: int) -> Iterator[Batch]:
+    """训练 batch，没有尽头：有放回地抽，或一遍一遍不重复地读。
+
+    不重复地读：每一遍随机错开起点，把整本书切成相连的窗口，打乱之后依次取，
+    读完一遍之前没有一个 token 被当作目标两次。`data` 是一维的训练 token。
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if recipe.order == "random":
+        while True:
+            yield sample_batch(data, recipe.batch_size, SEQ_LEN, generator)
+    starts = torch.empty(0, dtype=torch.int64)
+    while True:
+        while len(starts) < recipe.batch_size:
+            offset = int(torch.randint(SEQ_LEN, (1,), generator=generator))
+            windows = (len(data) - 1 - offset) // SEQ_LEN
+            order = torch.randperm(windows, generator=generator)
+            starts = torch.cat((starts, offset + SEQ_LEN * order))
+        rows = starts[: recipe.batch_size, None] + torch.arange(SEQ_LEN + 1)
+        starts = starts[recipe.batch_size :]
+        window = data[rows].long()  # (B, T + 1)
+        yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+def held_out(data: Tensor) -> list[Batch]:
+    """固定的验证 batch；所有配方、所有种子都用这同一批。"""
+    generator = torch.Generator().manual_seed(EVAL_SEED)
+    return [sample_batch(data, EVAL_SIZE, SEQ_LEN, generator) for _ in range(EVAL_BATCHES)]
+
+
+# --- 跑一次 ---
+
+
+def warm_up(step, model: GPT, source: Iterator[Batch]) -> float:
+    """走两步再把权重放回去：编译、分配器、线程池都在这里付账；返回用掉的秒数。"""
+    start = time.perf_counter()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):
+        step(*next(source))
+    model.load_state_dict(before)
+    return time.perf_counter() - start
+
+
+def train(recipe: Recipe, seed: int, *, threads: int | None = None) -> dict:
+    """按配方训练一次，返回一行结果；`loss` 的单位是 nat/token，`seconds` 不含编译与评估。
+
+    在各自的进程里调用：最快的一步会改动整个进程的内存分配器。
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    data = load_tokens(vocab_size=GPTConfig().vocab_size)
+    model = build(recipe, seed)
+    fast = best_options()[0] if recipe.fast else StepOptions()
+    # 预热用单独的优化器：它的动量与二阶矩不能带进比赛
+    throwaway = make_step(model, make_optimizer(model, recipe), fast)
+    warm_seconds = warm_up(throwaway, model, batches(data["train"], recipe, seed=10**6))
+    optimizer = make_optimizer(model, recipe)
+    step = make_step(model, optimizer, fast)
+    losses, seconds = run_steps(recipe, step, optimizer, batches(data["train"], recipe, seed))
+    return {
+        "recipe": recipe.name, "seed": seed, "steps": recipe.steps,
+        "tokens": recipe.steps * recipe.batch_size * SEQ_LEN, "params": model.num_params(),
+        "val_loss": evaluate(model, held_out(data["val"])),
+        "train_loss": sum(losses[-20:]) / len(losses[-20:]), "seconds": seconds,
+        "ms_per_step": seconds / recipe.steps * 1e3, "warm_up_s": warm_seconds,
+    }  # fmt: skip
+
+
+def run_steps(
+    recipe: Recipe, step, optimizer, source: Iterator[Batch]
+) -> tuple[list[float], float]:
+    """计时的那一段：从取第一个 batch 到最后一次更新。返回（每步的训练 loss，秒）。"""
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    losses = []
+    start = time.perf_counter()
+    for i in tqdm(range(recipe.steps), desc=recipe.name, file=sys.stderr, mininterval=2,
+                  leave=False):  # fmt: skip
+        factor = rate_factor(i, recipe)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * factor
+        losses.append(step(*next(source)).item())
+    return losses, time.perf_counter() - start
+
+
+# --- 比赛 ---
+
+
+@dataclass(frozen=True)
+class Options:
+    """跑哪些配方、哪些种子。"""
+
+    recipes: tuple[str, ...] = ("base", "record")
+    """配方的名字；record 是现在的纪录，all 是整张纪录表"""
+    seeds: tuple[int, ...] = (0,)
+    """种子；5 个以上才能谈显著性"""
+    name: str = "speedrun"
+    """结果文件的名字：results/<name>.csv"""
+
+    def __post_init__(self) -> None:
+        for name in self.recipes:
+            if name not in {*LADDER, "record", "all"}:
+                known = "、".join((*LADDER, "record", "all"))
+                raise UserError(f"--recipes {name}：没有这个配方；有 {known}")
+        if not self.recipes or not self.seeds:
+            raise UserError("--recipes 与 --seeds 都至少要有一个")
+
+    @property
+    def chosen(self) -> list[Recipe]:
+        """要跑的配方，按纪录表的顺序，不重复。"""
+        wanted = set(LADDER) if "all" in self.recipes else set(self.recipes)
+        wanted = {RECORD.name if name == "record" else name for name in wanted}
+        return [recipe for name, recipe in LADDER.items() if name in wanted]
+
+
+def race(recipes: Sequence[Recipe], seeds: Sequence[int]) -> Iterator[dict]:
+    """轮流跑：每个种子把每个配方各跑一次，跑完一次就给出一行。
+
+    每个配方一个进程，一直留着：编译只做一次，同一时刻只有一个进程在算。
+    """
+    context = multiprocessing.get_context("spawn")
+    threads = torch.get_num_threads()
+    with ExitStack() as stack:
+        pools = [
+            stack.enter_context(ProcessPoolExecutor(1, mp_context=context)) for _ in recipes
+        ]
+        for seed in seeds:
+            for recipe, pool in zip(recipes, pools, strict=True):
+                yield pool.submit(train, recipe, seed, threads=threads).result()
+
+
+def summarize(rows: pd.DataFrame) -> pd.DataFrame:
+    """每个配方一行：平均的 loss 与用时、比起跑线快几倍、loss 不高于目标的单侧 p 值。
+
+    目标是同一张表里起跑线的平均 loss（没有起跑线时是 TARGET）；p 只在 2 个种子以上时有值。
+    """
+    grouped = rows.groupby("recipe", sort=False)
+    table = grouped.agg(
+        steps=("steps", "first"), tokens=("tokens", "first"), seeds=("seed", "count"),
+        val_loss=("val_loss", "mean"), seconds=("seconds", "mean"),
+        ms_per_step=("ms_per_step", "mean"), warm_up_s=("warm_up_s", "max"),
+    ).reset_index()  # fmt: skip
+    losses = {name: group["val_loss"].to_numpy() for name, group in grouped}
+    base = losses.get(BASE.name)
+    target = base.mean() if base is not None else TARGET
+    table["p"] = [p_value(losses[name], target) for name in table["recipe"]]
+    times = table.set_index("recipe")["seconds"]
+    table["speedup"] = times.get(BASE.name, math.nan) / table["seconds"]
+    return table
+
+
+def p_value(losses: Sequence[float], target: float) -> float:
+    """单侧单样本 t 检验：如果真正的平均 loss 不低于目标，碰巧得到这么低的平均值的概率。"""
+    from scipy.stats import ttest_1samp
+
+    if len(losses) < 2:
+        return math.nan
+    return float(ttest_1samp(losses, target, alternative="less").pvalue)
+
+
+def main(options: Options) -> None:
+    """比赛、打印、写 CSV。"""
+    if any(recipe.fast for recipe in options.chosen):
+        for reason in best_options()[1]:
+            print(f"提示：{reason}", file=sys.stderr)
+    load_tokens()  # 数据还没有时先准备好，不让它落进某个配方的时间里
+    rows = []
+    for row in race(options.chosen, options.seeds):
+        rows.append(row)
+        print(
+            f"{row['recipe']} 种子 {row['seed']}：{row['steps']} 步 {row['seconds']:.1f} s，"
+            f"验证 loss {row['val_loss']:.4f}（预热与编译另 {row['warm_up_s']:.1f} s）",
+            file=sys.stderr,
+        )
+        save_csv(rows, options.name)
+    formats = {"val_loss": "{:.4f}", "p": "{:.1e}", "speedup": "{:.2f}", "seconds": "{:.1f}",
+               "ms_per_step": "{:.1f}", "warm_up_s": "{:.1f}", "tokens": "{:,}"}  # fmt: skip
+    print_table(summarize(pd.DataFrame(rows)), formats)
+
+
+if __name__ == "__main__":
+    run_main(main, Options)

@@ -1,0 +1,205 @@
+"""`speedrun` 一章的断言：规则对所有配方一样，提交的成绩能从 CSV 重新算出来，短跑也能看出差别。"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import stats
+
+from experiments.measure import ROOT
+from experiments.speedrun import (
+    BASE,
+    LADDER,
+    RECORD,
+    SEQ_LEN,
+    TARGET,
+    Options,
+    batches,
+    build,
+    check_params,
+    held_out,
+    make_optimizer,
+    rate_factor,
+    summarize,
+    train,
+)
+from model import GPT, GPTConfig
+from tokens.errors import UserError
+
+RULES = ("d_model", "n_layer", "steps", "batch_size", "lr", "warmup", "betas")
+
+
+@pytest.fixture(scope="module")
+def committed() -> pd.DataFrame:
+    """随仓库提交的正式成绩：起跑线与纪录各 5 个种子以上，同一次交错的运行。"""
+    return pd.read_csv(ROOT / "book" / "measured" / "speedrun.csv")
+
+
+# ---- 规则 ----
+
+
+def test_base_is_the_plain_recipe():
+    """起跑线就是 `scaling` 一章的配方：fp32、eager、AdamW 3e-3，B 16、T 128、400 步。"""
+    given = {name: getattr(BASE, name) for name in RULES}
+    expected = {"d_model": 128, "n_layer": 4, "steps": 400, "batch_size": 16, "lr": 3e-3,
+                "warmup": 50, "betas": (0.9, 0.95)}  # fmt: skip
+    assert given == expected, f"起跑线是 {given}"
+    assert not BASE.fast and BASE.optimizer == "adamw" and BASE.order == "random"
+    rates = [3e-3 * rate_factor(s, BASE) for s in (0, 49, 400)]
+    assert rates == pytest.approx([6e-5, 3e-3, 3e-4]), f"学习率是 {rates}"
+
+
+@pytest.mark.parametrize("name", list(LADDER))
+def test_parameters_stay_within_one_percent(name):
+    """每个配方的参数量与起跑线的 1,803,392 相差不超过 1 %。"""
+    params = build(LADDER[name], seed=0).num_params()
+    ratio = params / 1_803_392
+    assert abs(ratio - 1) <= 0.01, f"{name}：{params:,} 个参数，是起跑线的 {ratio:.4f} 倍"
+
+
+def test_a_bigger_model_is_refused():
+    """多出 1 % 以上的参数不能参赛。"""
+    with pytest.raises(ValueError, match="1 %"):
+        check_params(GPT(GPTConfig(n_layer=5)))
+
+
+def test_evaluation_is_the_same_for_every_recipe(tokens):
+    """评估用 8 个固定的 batch，每个 32 个序列：与种子、配方、此前用掉的随机数都无关。"""
+    first = held_out(tokens["val"])
+    torch.manual_seed(7)
+    torch.rand(3)
+    second = held_out(tokens["val"])
+    shapes = {tuple(x.shape) for x, _ in first}
+    assert len(first) == 8 and shapes == {(32, SEQ_LEN)}, f"{len(first)} 个 batch，{shapes}"
+    for (x, y), (u, v) in zip(first, second, strict=True):
+        assert torch.equal(x, u) and torch.equal(y, v), "两次取到的验证 batch 不同"
+
+
+def test_each_rung_changes_one_thing():
+    """纪录表里，每个配方都只在上一个的基础上改它自己说的那件事；最后一个就是纪录。"""
+    names = list(LADDER)
+    assert names[0] == BASE.name and LADDER[names[-1]] is RECORD, f"次序是 {names}"
+    assert len({LADDER[name].change for name in names}) == len(names), "有两行的说明相同"
+
+
+# ---- 零件 ----
+
+
+def test_epoch_order_reads_every_token_once():
+    """不重复地读：一遍之内没有一个 token 两次成为目标；有放回地抽则会重复。"""
+    data = torch.arange(40 * SEQ_LEN)
+    seen = {}
+    for order in ("epoch", "random"):
+        source = batches(data, replace(BASE, order=order, batch_size=3), seed=0)
+        targets = torch.cat([next(source)[1].flatten() for _ in range(13)])  # 39 个窗口：一遍
+        seen[order] = len(targets) - len(targets.unique())
+    assert seen["epoch"] == 0 < seen["random"], f"重复的目标：{seen}"
+
+
+def test_epoch_order_crosses_into_the_next_pass():
+    """一遍读完接着读下一遍，batch 总是满的，次序重新打乱。"""
+    data = torch.arange(10 * SEQ_LEN + 1)
+    source = batches(data, replace(BASE, order="epoch", batch_size=4), seed=0)
+    drawn = [next(source) for _ in range(6)]
+    assert {tuple(x.shape) for x, _ in drawn} == {(4, SEQ_LEN)}
+    assert all(torch.equal(x + 1, y) for x, y in drawn), "y 应比 x 晚一位"
+
+
+def test_record_starts_from_identity_layers():
+    """纪录的初始化：每一层开始时什么也不加，单独的输出头给出均匀分布（loss = ln 8192）。"""
+    model = build(RECORD, seed=0)
+    x = torch.randint(8192, (2, 16), generator=torch.Generator().manual_seed(0))
+    hidden = model.embed(x)
+    for block in model.blocks:
+        assert torch.equal(block(hidden, model.rope[:, :16]), hidden), "这一层改变了残差流"
+    if not RECORD.tied:
+        loss = model(x, x)[1].item()
+        assert loss == pytest.approx(math.log(8192), abs=1e-4), f"初始 loss 是 {loss:.4f}"
+
+
+def test_muon_gets_matrices_and_adam_the_rest():
+    """Muon 只拿各层的矩阵；词嵌入、输出头、增益给 Adam；没有一个参数漏掉或重复。"""
+    model = build(RECORD, seed=0)
+    optimizer = make_optimizer(model, RECORD)
+    muon, adam = optimizer.optimizers
+    matrices = {id(p) for group in muon.param_groups for p in group["params"]}
+    others = [id(p) for group in adam.param_groups for p in group["params"]]
+    assert matrices == {id(p) for p in model.blocks.parameters() if p.dim() == 2}
+    assert len(others) == len(set(others)) and not matrices & set(others), "有参数出现了两次"
+    assert matrices | set(others) == {id(p) for p in model.parameters()}, "有参数没有优化器"
+
+
+def test_rate_factor_stays_in_range():
+    """每个配方的学习率系数全程在 (0, 1] 之内，第一步就不是零。"""
+    for recipe in LADDER.values():
+        factors = [rate_factor(step, recipe) for step in range(recipe.steps)]
+        low, high = min(factors), max(factors)
+        assert 0 < low and high <= 1, f"{recipe.name}：系数在 [{low:.4f}, {high:.4f}]"
+
+
+def test_unknown_recipe_names_the_known_ones(run_script):
+    """写错配方的名字：退出码 2，一句话列出有哪些，没有 traceback。"""
+    with pytest.raises(UserError, match="record"):
+        Options(recipes=("fastest",))
+
+
+# ---- 成绩 ----
+
+
+def test_committed_result_is_significant(committed):
+    """提交的成绩：纪录 5 个种子的平均 loss 不高于起跑线，单侧 t 检验 p < 0.01（两种检验都是）。"""
+    base = committed.query("recipe == 'base'")["val_loss"].to_numpy()
+    ours = committed.query("recipe == @RECORD.name")["val_loss"].to_numpy()
+    assert len(base) >= 5 and len(ours) >= 5, f"种子数：{len(base)}、{len(ours)}"
+    # 按定义算一遍：t = (均值 − 目标) / (s / √n)
+    t = (ours.mean() - base.mean()) / (ours.std(ddof=1) / math.sqrt(len(ours)))
+    p = stats.t.cdf(t, len(ours) - 1)
+    welch = stats.ttest_ind(ours, base, equal_var=False, alternative="less").pvalue
+    shown = f"纪录 {ours.mean():.4f}，目标 {base.mean():.4f}，p = {p:.1e}，Welch p = {welch:.1e}"
+    assert p < 0.01 and welch < 0.01, shown
+    table = summarize(committed).set_index("recipe")
+    assert table["p"][RECORD.name] == pytest.approx(p), f"脚本算出的 p 是 {table['p']}"
+    assert base.mean() == pytest.approx(TARGET, abs=5e-4), f"TARGET 是 {TARGET}，CSV 里是 {shown}"
+
+
+def test_committed_result_is_six_times_faster(committed):
+    """提交的成绩：同一次交错的运行里，纪录的训练时间不到起跑线的六分之一。"""
+    seconds = committed.groupby("recipe")["seconds"].mean()
+    ratio = seconds["base"] / seconds[RECORD.name]
+    assert ratio >= 6, f"{seconds.to_dict()}：快 {ratio:.2f} 倍"
+
+
+def test_committed_result_is_of_this_record(committed):
+    """提交的成绩就是脚本现在的纪录跑出来的：步数、token 数、参数量都对得上。"""
+    row = committed.query("recipe == @RECORD.name").iloc[0]
+    given = (row["steps"], row["tokens"], row["params"])
+    tokens = RECORD.steps * RECORD.batch_size * SEQ_LEN
+    expected = (RECORD.steps, tokens, build(RECORD, 0).num_params())
+    assert given == expected, f"CSV 里是 {given}，脚本现在是 {expected}"
+
+
+@pytest.mark.slow
+def test_record_learns_more_per_token_in_a_short_run():
+    """不比速度、只比学得快：读同样多的 token，纪录配方的验证 loss 低于朴素配方。"""
+    steps = 40  # 朴素配方的 40 步
+    same = steps * BASE.batch_size // RECORD.batch_size  # 同样多的 token
+    plain = train(replace(BASE, steps=steps, warmup=5), seed=0)
+    ours = train(replace(RECORD, steps=same, fast=False), seed=0)
+    assert plain["tokens"] == ours["tokens"], f"{plain['tokens']} 与 {ours['tokens']}"
+    shown = f"纪录 {ours['val_loss']:.3f}，朴素 {plain['val_loss']:.3f}"
+    assert ours["val_loss"] < plain["val_loss"] - 0.05, shown
+
+
+@pytest.mark.slow
+def test_script_runs_the_record_as_a_reader_would(run_script):
+    """`--recipes record` 跑的就是纪录配方：写出一行，列齐全，每一步都计了时。"""
+    done = run_script(
+        "experiments/speedrun.py", "--recipes", "record", "--name", "test_speedrun", timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    row = pd.read_csv(ROOT / "results" / "test_speedrun.csv").iloc[0]
+    assert row["recipe"] == RECORD.name and row["steps"] == RECORD.steps, row.to_dict()
+    assert np.isfinite(row["val_loss"]) and row["val_loss"] < TARGET + 0.05, row["val_loss"]
