@@ -92,7 +92,7 @@ def preset_path(folder: Path, name: str) -> Path:
 def parse(
     options_type: type, argv: Sequence[str] | None = None, *, presets: Path, description: str
 ) -> tuple[Any, set[str]]:
-    """返回 (选项, 明确给出的键)；后者让续训知道哪些值是使用者要改的，哪些只是默认值。
+    """返回 (选项, 明确给出的键)；后者让续训知道哪些值是使用者要改的，哪些只是默认值或预设。
 
     `options_type` 要有 `preset` 和 `config` 两个字符串字段。错误一律抛 `UserError`。
     """
@@ -109,7 +109,7 @@ def parse(
     preset = read_toml(preset_path(presets, chosen or default), kinds)
     base = options_type(**{**preset, **file, "preset": chosen or default})
     options = tyro.cli(options_type, default=base, args=normalise(line), description=description)
-    return options, (set(preset) if chosen else set()) | set(file) | set(line)
+    return options, set(file) | set(line)
 
 
 def normalise(line: Mapping[str, Any]) -> list[str]:

@@ -44,6 +44,8 @@ def resume(options: Options, given: set[str], state: dict, path: Path, world: Wo
     """沿用检查点里的选项，只改这次明确写出的；结构永远来自检查点。每处不同都说出来。"""
     world.say(f"从 {path} 的第 {state['step']} 步继续。")
     saved = Options(**state["config"])
+    if "preset" in given and options.preset != saved.preset:
+        world.say(f"选项来自检查点（预设 {saved.preset}），预设 {options.preset} 不起作用。")
     changes = {"out_dir": options.out_dir, "init_from": options.init_from}
     for name in sorted(given - {"preset", "config", *changes}):
         old, new = getattr(saved, name), getattr(options, name)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -447,11 +448,11 @@ def test_time_limit_stops_like_a_signal(tmp_path):
 def test_resume_takes_options_from_the_checkpoint(tmp_path, capsys):
     """续训不必重写选项：没有明说的沿用检查点的；结构永远来自检查点，并说出来；峰值学习率不变。"""
     assert train(tmp_path, steps=5, lr=2e-3) == 0
-    argv = ["--out-dir", str(tmp_path), "--init-from", "resume", "--steps", "9",
-            "--d-model", "999", "--device", "cpu"]  # fmt: skip
+    argv = ["--out-dir", str(tmp_path), "--init-from", "resume", "--steps", "9", "--d-model",
+            "999", "--device", "cpu", "--preset", "tiny_cpu"]  # fmt: skip
     assert train_gpu.command_line(argv) == 0
     said = capsys.readouterr().out
-    assert "d_model 仍是 32" in said and "steps：5 → 9" in said
+    assert "d_model 仍是 32" in said and "tiny_cpu 不起作用" in said and "steps：5 → 9" in said
     saved = state(tmp_path)
     assert saved["step"] == 9 and saved["config"]["lr"] == 2e-3
     wanted = [learning_rate(s, peak=2e-3, warmup=5, total=40) for s in range(9)]
@@ -693,15 +694,18 @@ def difference_of_weights(a: Path, b: Path) -> float:
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
+def wait_for_rows(folder: Path, count: int, alive) -> None:
+    """等到日志有 `count` 行：训练已经在走。"""
+    while not (folder / "log.csv").exists() or len(trace(folder)) < count:
+        time.sleep(0.05)
+        assert alive(), "还没走几步就结束了"
+
+
 @pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path):
     """SIGTERM 只到了 1 号进程：两个进程停在同一步，都以 75 退出，检查点是好的。"""
-    import time
-
     processes = start(2, tmp_path, steps=10**6, decay_steps=10**6, eval_interval=10**6)
-    while not (tmp_path / "log.csv").exists() or len(trace(tmp_path)) < 3:
-        time.sleep(0.05)
-        assert all(process.exitcode is None for process in processes)
+    wait_for_rows(tmp_path, 3, lambda: all(p.exitcode is None for p in processes))
     os.kill(processes[1].pid, signal.SIGTERM)
     for process in processes:
         process.join(60)
@@ -848,6 +852,22 @@ def test_torchrun_recovers_by_itself_when_a_rank_is_killed(two_ranks, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert marker.exists() and "的第 20 步继续" in done.stdout
     assert difference(state(two_ranks), state(tmp_path / "run")) == 0.0
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun_saves_on_every_rank(tmp_path):
+    """停机时 SIGTERM 发给 torchrun：它转给每个进程，大家停在同一步、存好；torchrun 自己返回 1。"""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    words = tiny_words(tmp_path, steps=10**6, decay_steps=10**6, eval_interval=10**6)
+    agent = subprocess.Popen(
+        torchrun(*words), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    wait_for_rows(tmp_path, 3, lambda: agent.poll() is None)
+    agent.send_signal(signal.SIGTERM)
+    output = agent.communicate(timeout=60)[0]
+    assert "SIGTERM：停在第" in output and agent.returncode != 0, output[-2000:]
+    assert state(tmp_path)["step"] == trace(tmp_path)["step"].max()
 
 
 # ---------------------------------------------------------------- GPU 检查
