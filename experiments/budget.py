@@ -24,12 +24,13 @@ from experiments.architecture import (
     kv_cache_bytes,
     preset,
 )
+from experiments.number_text import readable
+from experiments.plan_report import report
 from experiments.planning import (
     Plan,
     Request,
     device_of,
     make_plan,
-    readable,
     training_flops,
     training_hours,
 )
@@ -83,14 +84,19 @@ def table_row(scale: Scale) -> Row:
     )
 
 
+def display_width(text: str) -> int:
+    """终端里的宽度：中文字符占两格。"""
+    return sum(2 if ord(c) > 0x2E7F else 1 for c in text)
+
+
 def print_rows(title: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     """列对齐的表；中文字符按两格宽计。"""
-    def width(text: str) -> int:
-        return sum(2 if ord(c) > 0x2E7F else 1 for c in text)
-
-    columns = [max(map(width, column)) for column in zip(title, *rows, strict=True)]
+    columns = [max(map(display_width, column)) for column in zip(title, *rows, strict=True)]
     for row in (title, *rows):
-        cells = [" " * (w - width(text)) + text for w, text in zip(columns, row, strict=True)]
+        cells = [
+            " " * (width - display_width(text)) + text
+            for width, text in zip(columns, row, strict=True)
+        ]
         print("  ".join(cells).rstrip())
 
 
@@ -260,40 +266,13 @@ def request_of(options: PlanOptions) -> Request:
 
 
 def print_plan(plan: Plan) -> None:
-    """计划的全文：模型、放得下的办法、batch、时间与价格、要看什么。"""
-    arch, request, cost = plan.arch, plan.request, plan.cost
-    how = planning.STRATEGY_NAMES[plan.strategy] + ("，激活重算" if plan.checkpoint else "")
-    hours = [
-        training_hours(plan.flops, request.gpus, plan.device.peak_bf16, mfu)
-        for mfu in (planning.MFU_HIGH, planning.MFU_LOW)
-    ]
-    micro, per_node = plan.micro_batch, f"{request.gpus} 张卡"
-    m = plan.memory
-    print(f"模型      {arch.params():,} 参数：d {arch.d_model}，{arch.n_layer} 层，"
-          f"{arch.n_head} 头，词表 {arch.vocab_size}，序列 {request.seq_len}")
-    print(f"数据      {readable(plan.tokens)} token（每参数 {request.tokens_per_param:.3g} 个），"
-          f"C = 6ND = {plan.flops:.2e} FLOPs")
-    print(f"并行      {how}")
-    print(f"batch     {micro} 条 × {per_node} × 累积 {plan.accumulation} 次 = "
-          f"{plan.global_batch:,} token/步，共 {plan.steps:,} 步")
-    print(f"显存      每卡 {m.total:.1f} / {plan.capacity:g} GB：状态 {m.states:.1f}，"
-          f"权重副本 {m.working:.1f}，激活 {m.activations:.1f}，logits 等 {m.peak:.1f}")
-    print(f"时间      {cost.hours:.1f} 小时（MFU {request.mfu:.0%}；"
-          f"50 % 到 30 % 是 {hours[0]:.1f}–{hours[1]:.1f}），{cost.gpu_hours:,.0f} 卡时；"
-          f"算上注意力再多 {plan.attention_share:.1%}")
-    print(f"价格      {price_text(plan)}；电 {energy_text(cost.energy)}")
-    print("先做      小模型上验证：数据、分词器、循环、续训、评估、学习率")
-    print("要看      loss、梯度范数、token/s、MFU、显存、生成的样本、评估")
-
-
-def price_text(plan: Plan) -> str:
-    if plan.cost.price is None:
-        return "没有参考价，用 --price 给出每卡每小时的价格"
-    return f"${plan.cost.price:,.0f}（${plan.cost.price / plan.cost.gpu_hours:.2f}/卡时）"
-
-
-def energy_text(kwh: float | None) -> str:
-    return "未知" if kwh is None else f"{kwh:,.0f} kWh（满功率、PUE 1.1）"
+    """计划的全文：模型、放得下的办法、batch、时间与价格、先做什么、要看什么。"""
+    lines = report(plan) | {
+        "先做": "小模型上验证：数据、分词器、循环、续训、评估、学习率",
+        "要看": "loss、梯度范数、token/s、MFU、显存、生成的样本、评估",
+    }
+    for label, text in lines.items():
+        print(label + " " * (8 - display_width(label)) + text)
 
 
 def run_plan(options: PlanOptions) -> None:

@@ -119,7 +119,7 @@ def estimate(
         phases = _sharded_phases(arch, micro_batch * length, layer, execution, checkpoint)
     else:
         phases = _replicated_phases(arch, micro_batch * length, layer, execution, checkpoint)
-    working, activations, peak = max(phases, key=sum)
+    working, activations, peak = max(phases, key=lambda phase: phase[0] + phase[1] + phase[2])
     return Memory(states / GB, working / GB, activations / GB, peak / GB)
 
 

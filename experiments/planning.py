@@ -1,7 +1,7 @@
 """从「多大的模型、什么卡、几张」到一个能开工的计划。只用标准库。
 
 依次回答：取什么形状，用哪种并行策略，micro-batch 多大、累积几次，要几小时、多少钱；
-放不下时，最近的可行计划是什么。书页上的计算器（`book/calculator/budget.js`）是同一套算法。
+放不下时，最近的可行计划是什么。书页上的计算器（`book/figures/calculator.js`）是同一套算法。
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from experiments.architecture import Architecture, BudgetError, flops_per_token, gpt
 from experiments.hardware_table import DEVICES, Device
 from experiments.memory import USABLE, Memory, estimate
+from experiments.number_text import duration, fixed, readable
 
 TOKENS_PER_PARAM = 20.0  # Chinchilla（arXiv 2203.15556）
 ENOUGH_TOKENS = 4096  # 一个 micro-batch 至少这么多 token，矩阵乘法才够大
@@ -272,7 +273,9 @@ def _impossible(request: Request, device: Device, capacity: float, arch: Archite
         strategy="zero3", gpus=request.gpus, checkpoint=True,
     ).total
     ways = []
-    gpus = 2 ** math.ceil(math.log2(request.gpus + 1))
+    gpus = 1
+    while gpus <= request.gpus:
+        gpus *= 2
     while gpus <= 65536 and not choose_strategy(request, arch, capacity, gpus):
         gpus *= 2
     if gpus <= 65536:
@@ -280,13 +283,14 @@ def _impossible(request: Request, device: Device, capacity: float, arch: Archite
     for name, other in sorted(DEVICES.items(), key=lambda item: max(item[1].memory_gb or (0,))):
         room = float(max(other.memory_gb or (0,)))
         if room > capacity and choose_strategy(request, arch, room):
-            ways.append(f"换成 {request.gpus} 张 {name}（{room:g} GB）")
+            ways.append(f"换成 {request.gpus} 张 {name}（{fixed(room, 0)} GB）")
             break
     if smaller := largest_model(request, capacity):
         ways.append(f"模型缩到约 {readable(smaller)} 参数")
     return (
         f"{readable(arch.params())} 参数放不进 {request.gpus} 张 {device.name}：FSDP 加重算、"
-        f"micro-batch 为 1 时每卡仍要 {least:.1f} GB，可用的只有 {USABLE * capacity:.1f} GB；"
+        f"micro-batch 为 1 时每卡仍要 {fixed(least, 1)} GB，"
+        f"可用的只有 {fixed(USABLE * capacity, 1)} GB；"
         f"最近的可行办法：{'；或'.join(ways) or '缩短序列或缩小词表'}。"
     )
 
@@ -302,14 +306,6 @@ def largest_model(request: Request, capacity: float) -> float | None:
         if choose_strategy(request, arch, capacity):
             return params
     return None
-
-
-def readable(count: float) -> str:
-    """个数的读法：1.31 B、124 M、8,192。"""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:,.0f}"
 
 
 def learning_rate(params: float) -> float:
@@ -346,9 +342,9 @@ def config_toml(plan: Plan) -> str:
     """配置文件的全文。"""
     lines = [
         f"# {plan.arch.params():,} 个参数，{readable(plan.tokens)} token，"
-        f"{plan.request.gpus} 张 {plan.device.name}，约 {plan.cost.hours:.1f} 小时"
+        f"{plan.request.gpus} 张 {plan.device.name}，约 {duration(plan.cost.hours)}"
         f"（MFU {plan.request.mfu:.0%}）。",
-        f"# 由 experiments/budget.py plan 写出；预计每卡 {plan.memory.total:.1f} GB。",
+        f"# 由 experiments/budget.py plan 写出；预计每卡 {fixed(plan.memory.total, 1)} GB。",
     ]
     lines += [f"{key} = {value}" for key, value in config_values(plan).items()]
     return "\n".join(lines) + "\n"
