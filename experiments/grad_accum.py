@@ -429,7 +429,8 @@ def main(options: Options) -> None:
 
     batch, model, k = draw(o.sequences), build(config, o.seed), o.parts[len(o.parts) // 2]
     report("equal", "等长：与一整批的梯度相差多少", equal_parts(model, batch, o.parts))
-    report("padded", "变长：两种权重", padded_parts(model, batch, o.parts, generator))
+    report("padded", "变长：两种权重", padded_parts(
+        model, batch, o.parts, generator), hide=("full_loss", "max_grad", "norm_ratio"))  # fmt: skip
     report("memory", "内存（字节）", memory(model, batch, o.parts))
     report("time", "每步时间（毫秒）", step_times(
         model, batch, (*o.parts, o.sequences), o.repeats))  # fmt: skip
@@ -461,10 +462,11 @@ FORMATS = {
 }  # fmt: skip
 
 
-def report(name: str, title: str, rows: list[dict]) -> None:
-    """打印一张表，并写进 results/grad_accum_<name>.csv。"""
+def report(name: str, title: str, rows: list[dict], hide: tuple[str, ...] = ()) -> None:
+    """打印一张表（不印 `hide` 里的列），并写进 results/grad_accum_<name>.csv。"""
     print(f"\n{title}")
-    print_table(rows, {key: FORMATS[key] for key in rows[0] if key in FORMATS})
+    shown = [{key: row[key] for key in row if key not in hide} for row in rows]
+    print_table(shown, {key: FORMATS[key] for key in shown[0] if key in FORMATS})
     save_csv(rows, f"grad_accum_{name}")
 
 
