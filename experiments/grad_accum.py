@@ -429,8 +429,8 @@ def main(options: Options) -> None:
 
     batch, model, k = draw(o.sequences), build(config, o.seed), o.parts[len(o.parts) // 2]
     report("equal", "等长：与一整批的梯度相差多少", equal_parts(model, batch, o.parts))
-    report("padded", "变长：两种权重", padded_parts(
-        model, batch, o.parts, generator), hide=("full_loss", "max_grad", "norm_ratio"))  # fmt: skip
+    padded = padded_parts(model, batch, o.parts, generator)
+    report("padded", "变长：两种权重", padded, hide=("full_loss", "max_grad", "norm_ratio"))
     report("memory", "内存（字节）", memory(model, batch, o.parts))
     report("time", "每步时间（毫秒）", step_times(
         model, batch, (*o.parts, o.sequences), o.repeats))  # fmt: skip
