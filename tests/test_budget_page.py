@@ -1,0 +1,199 @@
+"""budget 页上的计算器：与 budget.py 逐字相同，键盘能用，手机上放得下，不联网。"""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from experiments import number_text
+from experiments.hardware_table import DEVICES
+from experiments.plan_report import answer
+from experiments.planning import Request
+
+ROOT = Path(__file__).resolve().parent.parent
+BOOK = ROOT / "book"
+if str(BOOK) not in sys.path:
+    sys.path.insert(0, str(BOOK))
+
+from figures.calculator import SCRIPT, calculator_html, devices_json  # noqa: E402
+
+COMPARE = """
+const wrong = [];
+for (const [input, expected] of cases) {
+  const got = api.answer(input, devices);
+  const bars = got.bars.map((bar) => [bar.name, bar.total, bar.parts, bar.fits]);
+  const same = got.impossible ? { impossible: got.impossible, bars } : { report: got.report, bars };
+  if (JSON.stringify(same) !== JSON.stringify(expected)) wrong.push([input, same, expected]);
+}
+"""
+
+
+def cases(count: int, seed: int) -> list[tuple[dict, dict]]:
+    """随机输入与 budget.py 的回答；输入覆盖全部设备、可行的与不可行的计划。"""
+    draw = random.Random(seed)
+    pairs = []
+    for index in range(count):
+        r = {
+            "params": float(f"{10 ** draw.uniform(7, 12):.{draw.randint(1, 9)}g}"),
+            "device": list(DEVICES)[index % len(DEVICES)],
+            "gpus": draw.choice([1, 2, 3, 4, 6, 8, 16, 24, 64, 100, 512, 4096, 65536]),
+            "mfu": draw.randint(1, 100) / 100, "tokensPerParam": draw.choice([20, 1, 5.5, 2000]),
+            "seqLen": draw.choice([512, 1024, 2048, 4096, 8192, 32768]),
+            "price": draw.choice([None, 0, 2.5, 1.99]), "eager": draw.random() < 0.3,
+        }
+        request = Request(
+            r["params"], r["device"], r["gpus"], r["mfu"], r["tokensPerParam"], r["seqLen"],
+            price_per_hour=r["price"], execution="eager" if r["eager"] else "compiled",
+        )
+        pairs.append((r, answer(request)))
+    return pairs
+
+
+def in_node(script: str) -> str:
+    """在 Node 里运行一段脚本；没有 Node 时跳过（浏览器里的测试照样在）。"""
+    if not (node := shutil.which("node")):
+        pytest.skip("没有 node")
+    done = subprocess.run(
+        [node, "-"], input=f"const api = require({json.dumps(str(SCRIPT))});\n{script}",
+        text=True, capture_output=True, encoding="utf-8", timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_calculator_equals_budget_in_node():
+    """计算器的 JavaScript 与 budget.py 对随机输入给出同样的文字，一位不差（不开浏览器）。"""
+    pairs = cases(60, seed=1)
+    wrong = in_node(
+        f"const cases = {json.dumps(pairs)}, devices = {devices_json()};{COMPARE}"
+        "console.log(JSON.stringify(wrong.slice(0, 2)));"
+    )
+    assert json.loads(wrong) == []
+    impossible = sum("impossible" in expected for _, expected in pairs)
+    assert 5 < impossible < 55, f"{impossible} 个不可行：输入没有覆盖两种情形"
+
+
+def test_numbers_are_written_alike():
+    """定点、分组、科学计数、读法、时长：两种语言写出同样的字，恰好一半时都进位。"""
+    draw = random.Random(0)
+    values = [0.125, 2.5, 0.5, 1.25e20, 9.996e15, 999.5, 99.95, 1e12, 0.0, 71.96, 0.999]
+    values += [10 ** draw.uniform(-3, 20) for _ in range(400)]
+    ours = [
+        [
+            number_text.fixed(v, 1), number_text.grouped(v, 2), number_text.readable(v),
+            number_text.duration(v), number_text.scientific(v, 2) if v > 1e9 else "",
+        ]
+        for v in values
+    ]
+    theirs = json.loads(in_node(
+        f"console.log(JSON.stringify({json.dumps(values)}.map((v) => [api.fixed(v, 1),"
+        "api.grouped(v, 2), api.readable(v), api.duration(v), v > 1e9 ? api.scientific(v, 2)"
+        " : ''])));"
+    ))
+    assert theirs == ours
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator:
+    """打开计算器的无头 Chromium；断网（任何主机名都解析不了）。"""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip("没有 chromium 或 chromedriver")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (
+        "--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,1000",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+    ):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    page = tmp_path_factory.mktemp("calculator") / "calculator.html"
+    page.write_text(
+        "<!doctype html><html lang=zh><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width'>"
+        f"<link rel=icon href='data:,'><body>{calculator_html()}",
+        encoding="utf-8",
+    )
+    started.get(page.as_uri())
+    yield started
+    started.quit()
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_calculator_equals_budget_in_chromium(browser):
+    """无头 Chromium 里，计算器对 300 组随机输入的每一行都与 budget.py 相同，到最后一位。"""
+    pairs = cases(300, seed=2)
+    wrong = browser.execute_script(
+        "const api = BudgetCalculator, devices = api.devices;"
+        f"const cases = JSON.parse(arguments[0]); {COMPARE} return wrong.slice(0, 2);",
+        json.dumps(pairs),  # WebDriver 会改动对象里键的次序，所以传文本
+    )
+    assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_keyboard_alone_changes_the_plan(browser):
+    """只用键盘：Tab 到滑块，方向键改参数量，计划随之改变，并仍与 budget.py 相同。"""
+    from selenium.webdriver.common.keys import Keys
+
+    def shown() -> dict[str, str]:
+        return browser.execute_script(
+            "return Object.fromEntries([...document.querySelectorAll('[data-report] dt')]"
+            ".map((dt) => [dt.textContent, dt.nextElementSibling.textContent]));"
+        )
+
+    assert shown() == answer(Request(1.3e9))["report"]
+    browser.find_element("tag name", "body").send_keys(Keys.TAB)
+    slider = browser.switch_to.active_element
+    assert slider.get_attribute("data-slider") == "params"
+    slider.send_keys(Keys.ARROW_LEFT * 40)
+    field = browser.find_element("css selector", "[data-field=params]")
+    assert field.get_attribute("value") == "133 M"
+    assert shown() == answer(Request(133e6))["report"]
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_nonsense_is_named_and_the_old_plan_fades(browser):
+    """填错时说出哪一格、要多少，旧的计划变灰；改对后恢复。"""
+    from selenium.webdriver.common.keys import Keys
+
+    field = browser.find_element("css selector", "[data-field=gpus]")
+    message = browser.find_element("css selector", "[data-message]")
+    field.clear()
+    field.send_keys("-3")
+    assert message.text.startswith("卡数要在 1 到 65536 之间"), message.text
+    assert field.get_attribute("aria-invalid") == "true"
+    field.send_keys(Keys.BACKSPACE * 2 + "8")
+    assert message.text == "" and field.get_attribute("aria-invalid") == "false"
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_calculator_fits_a_phone_and_stays_offline(browser):
+    """375 像素宽时不横向滚动；控制台没有错误；每个输入都有名字；没有外部资源。"""
+    size = {"width": 375, "height": 800, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        width = browser.execute_script("return document.documentElement.scrollWidth")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert width <= 375, width
+    assert [log for log in browser.get_log("browser") if log["level"] == "SEVERE"] == []
+    unnamed = browser.execute_script(
+        "return [...document.querySelectorAll('input, select')]"
+        ".filter((e) => !e.labels.length && !e.ariaLabel).length"
+    )
+    assert unnamed == 0
+    assert "http" not in calculator_html().replace("http-equiv", "")
