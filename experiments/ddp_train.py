@@ -434,13 +434,22 @@ def disagreement(vector: Tensor) -> float:
 # ---------------------------------------------------------------- 入口
 
 
+def checked(options: Options) -> GPTConfig:
+    """选项不对就抛 UserError，一句话说清给了什么、接受什么；对就返回模型的结构。"""
+    for name in ("steps", "per_rank", "accumulation"):
+        if (value := getattr(options, name)) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}：至少是 1")
+    try:
+        return GPTConfig(d_model=options.d_model, n_head=options.n_head,
+                         n_layer=options.n_layer, seq_len=options.seq_len)  # fmt: skip
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
 def main(options: Options) -> None:
     """加入进程组，依次运行每个小节；rank 0 打印表格并写 results/ddp_train_*.csv。"""
-    o = options
+    o, config = options, checked(options)
     with process_group() as me:
-        config = GPTConfig(
-            d_model=o.d_model, n_head=o.n_head, n_layer=o.n_layer, seq_len=o.seq_len
-        )
         tokens = load_tokens(vocab_size=config.vocab_size)
         data = tokens["train"]
         trace, summary, ddp = equivalence(config, data, o, me)

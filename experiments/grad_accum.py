@@ -404,23 +404,26 @@ def build(config: GPTConfig, seed: int) -> GPT:
 # ---------------------------------------------------------------- 入口
 
 
-def check(options: Options) -> None:
-    """选项不对就抛 UserError，一句话说清给了什么、接受什么。"""
+def checked(options: Options) -> GPTConfig:
+    """选项不对就抛 UserError，一句话说清给了什么、接受什么；对就返回模型的结构。"""
     bad = [k for k in options.parts if not 1 < k < options.sequences or options.sequences % k]
     if bad or not options.parts:
         raise UserError(
             f"--parts {' '.join(map(str, options.parts))}：每个数都要大于 1、"
             f"小于并整除 --sequences {options.sequences}，例如 --parts 2 4 8"
         )
+    if options.repeats < 1:
+        raise UserError(f"--repeats {options.repeats}：至少计时 1 轮")
+    try:
+        return GPTConfig(d_model=options.d_model, n_head=options.n_head,
+                         n_layer=options.n_layer, seq_len=options.seq_len)  # fmt: skip
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def main(options: Options) -> None:
     """依次运行每个小节，打印表格，写 results/grad_accum_*.csv。"""
-    check(options)
-    o = options
-    config = GPTConfig(
-        d_model=o.d_model, n_head=o.n_head, n_layer=o.n_layer, seq_len=o.seq_len
-    )
+    o, config = options, checked(options)
     data = load_tokens(vocab_size=config.vocab_size)["train"]
     generator = torch.Generator().manual_seed(o.seed)
 

@@ -86,6 +86,13 @@ def test_without_torchrun_it_names_the_command(run_script):
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"per_rank": -1}, {"d_model": 65}])
+def test_wrong_options_are_refused(wrong):
+    """不能用的选项在加入进程组之前就被拒绝，消息里有给的那个值。"""
+    with pytest.raises(UserError, match=str(next(iter(wrong.values())))):
+        dt.main(dt.Options(**wrong))
+
+
 # ---------------------------------------------------------------- 像读者那样运行一次
 
 

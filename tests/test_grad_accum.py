@@ -11,6 +11,7 @@ from experiments.measure import RESULTS
 from experiments.recipe import valid_tokens
 from model import IGNORE_INDEX, GPTConfig
 from tokens import sample_batch
+from tokens.errors import UserError
 
 PAGE = GPTConfig(d_model=64, n_head=2, n_layer=2, seq_len=64)  # 书页用的模型
 SMALL = GPTConfig(vocab_size=256, d_model=32, n_head=1, n_layer=2, seq_len=16)
@@ -222,6 +223,17 @@ def test_script_runs_as_a_reader_would(run_script, tokens):
     equal = pd.read_csv(RESULTS / "grad_accum_equal.csv")
     good = equal[equal.weighting != "none"]
     assert good.max_diff.max() < 1e-6, f"{good.max_diff.tolist()}"
+
+
+@pytest.mark.parametrize("wrong", [{"parts": (3,)}, {"parts": (32,)}, {"parts": ()},
+                                   {"repeats": 0}, {"d_model": 65}, {"seq_len": 0}])  # fmt: skip
+def test_wrong_options_are_refused(wrong):
+    """不能用的选项在开始计算之前就被拒绝，消息里有给的那个值。"""
+    with pytest.raises(UserError) as error:
+        ga.main(ga.Options(**wrong))
+    value = next(iter(wrong.values()))
+    shown = str(value[0]) if value and isinstance(value, tuple) else str(value).strip("()")
+    assert shown in str(error.value), f"{error.value}"
 
 
 @pytest.mark.slow
