@@ -18,7 +18,16 @@ import tiktoken.load
 import torch
 from torch.serialization import skip_data
 
-from tokens import bpe_by_hand, load_tokenizer, load_tokens, novel, prepare, sample_batch, texts
+from tokens import (
+    bpe_by_hand,
+    data,
+    load_tokenizer,
+    load_tokens,
+    novel,
+    prepare,
+    sample_batch,
+    texts,
+)
 from tokens.data import id_dtype
 from tokens.errors import UserError
 from tokens.files import atomic_write
@@ -108,6 +117,15 @@ def test_the_worked_example():
     assert failed == 0 and tried >= 3
 
 
+def test_bytes_become_characters_and_then_a_word(capsys):
+    """“玄德公玄德曰玄武门”合并五次：27 个字节变成 15 个符号，依次拼出 玄、德、玄德。"""
+    bpe_by_hand.main()
+    lines = capsys.readouterr().out.splitlines()
+    made = [re.search(r"→ (.+)，(\d) 次；剩 (\d+) 个", line).groups() for line in lines[1:]]
+    assert [entry for entry, _, _ in made] == ["<8e 84>", "玄", "<be b7>", "德", "玄德"], lines
+    assert [int(left) for _, _, left in made] == [24, 21, 19, 17, 15], lines
+
+
 def test_bpe_by_hand_equals_the_library():
     """手写的三十行 BPE 与 tokenizers 库，在同一段文字上 100 次合并逐次相同。"""
     chapter = "".join(re.findall(r"[\u4e00-\u9fff]", novel.chapters()[0]))[:1200]  # 一整段，不切
@@ -161,20 +179,20 @@ def test_baselines_of_the_loss(tokens):
 
 def test_y_is_x_one_step_later():
     """y 比 x 晚一位；窗口原样取自数据；同一个 generator 抽出同样的 batch。"""
-    data = torch.arange(1000).to(torch.uint16)
-    x, y = sample_batch(data, 64, 16, torch.Generator().manual_seed(1))
+    stream = torch.arange(1000).to(torch.uint16)
+    x, y = sample_batch(stream, 64, 16, torch.Generator().manual_seed(1))
     assert x.shape == y.shape == (64, 16) and x.dtype == y.dtype == torch.int64
     assert torch.equal(y, x + 1) and torch.equal(x, x[:, :1] + torch.arange(16))
-    again = sample_batch(data, 64, 16, torch.Generator().manual_seed(1))
+    again = sample_batch(stream, 64, 16, torch.Generator().manual_seed(1))
     assert torch.equal(x, again[0]) and torch.equal(y, again[1])
 
 
 def test_every_window_can_be_drawn():
     """N 个 token、窗口长 T，共 N − T 个起点，头尾都抽得到，一个不多。"""
-    data = torch.arange(12).to(torch.uint16)
-    x, y = sample_batch(data, 2000, 4, torch.Generator().manual_seed(0))
+    stream = torch.arange(12).to(torch.uint16)
+    x, y = sample_batch(stream, 2000, 4, torch.Generator().manual_seed(0))
     assert x[:, 0].unique().tolist() == list(range(8)) and int(y.max()) == 11
-    only, _ = sample_batch(data, 3, 11)
+    only, _ = sample_batch(stream, 3, 11)
     assert torch.equal(only, torch.arange(11).expand(3, 11))
 
 
@@ -243,8 +261,8 @@ def test_the_file_is_mapped_not_read(tmp_path):
     with skip_data():  # 空洞文件，不占盘
         save(path, torch.empty(100_000_000, dtype=torch.uint16), vocab_size=8192)
     before = psutil.Process().memory_info().rss
-    data = load_tokens(path, vocab_size=8192)
-    sample_batch(data["train"], 16, 128)
+    mapped = load_tokens(path, vocab_size=8192)
+    sample_batch(mapped["train"], 16, 128)
     grown = (psutil.Process().memory_info().rss - before) / 1e6
     assert grown < 40, f"常驻内存多了 {grown:.0f} MB"
 
@@ -267,8 +285,8 @@ def test_a_broken_tokens_pt_is_refused_in_one_sentence(tiny_tokens, tmp_path):
 def test_tokens_of_another_tokenizer_are_refused(corpus, tmp_path):
     """tokens.pt 与身边的 tokenizer.tiktoken 不配套（两次改名之间被杀）：拒绝。损坏的词表也是。"""
     prepare_small(corpus, out=tmp_path / "out")
-    data, tokenizer = load_tokens(tmp_path / "out"), load_tokenizer(tmp_path / "out")
-    assert tokenizer.decode(data["train"][:20].tolist()).startswith("第0首：")
+    loaded, tokenizer = load_tokens(tmp_path / "out"), load_tokenizer(tmp_path / "out")
+    assert tokenizer.decode(loaded["train"][:20].tolist()).startswith("第0首：")
     path = tmp_path / "out" / "tokenizer.tiktoken"
     path.write_bytes(dump_tiktoken({bytes([byte]): byte for byte in range(256)}))
     with pytest.raises(UserError, match="不配套"):
@@ -303,10 +321,10 @@ def test_every_file_gives_its_own_tail_to_validation(corpus, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(corpus.read_text(encoding="utf-8").replace("明月", "青山"), encoding="utf-8")
     prepare_small(corpus, other, out=tmp_path / "both", val_fraction=0.2)
-    data, tokenizer = load_tokens(tmp_path / "both"), load_tokenizer(tmp_path / "both")
-    val = tokenizer.decode(data["val"].tolist())
+    loaded, tokenizer = load_tokens(tmp_path / "both"), load_tokenizer(tmp_path / "both")
+    val = tokenizer.decode(loaded["val"].tolist())
     assert val.count("第199首") == 4 and "明月" in val and "青山" in val
-    share = len(val) / (len(val) + len(tokenizer.decode(data["train"].tolist())))
+    share = len(val) / (len(val) + len(tokenizer.decode(loaded["train"].tolist())))
     assert 0.18 < share < 0.22, share
 
 
@@ -377,6 +395,25 @@ def test_after_the_first_download_no_network_is_needed(tokens, monkeypatch):
     """语料下载一次之后就在缓存里：不再调用 pip。"""
     monkeypatch.setattr(novel, "download", lambda cache: pytest.fail("又去下载了"))
     assert len(novel.chapters()) == 120
+
+
+def test_tokens_of_an_older_recipe_are_prepared_again(tmp_path, monkeypatch):
+    """默认位置上由旧代码准备的内置语料自动重新准备；读者自己放在那里的语料不动。"""
+    ids = torch.arange(300).to(torch.uint16)
+    path = tmp_path / "tokens.pt"
+    standard = {"corpus": novel.PACKAGE, "vocab_size": 8192}
+
+    def again(is_ready) -> None:
+        assert not is_ready()
+        torch.save({"train": ids, "val": ids, "meta": standard | {"ids_sha256": "新"}}, path)
+
+    monkeypatch.setattr(data, "DEFAULT", tmp_path)
+    monkeypatch.setattr(novel, "IDS_SHA256", "新")
+    monkeypatch.setattr(prepare, "prepare_once", again)
+    save(path, ids, **standard, ids_sha256="旧")
+    assert load_tokens()["meta"]["ids_sha256"] == "新"
+    save(path, ids, vocab_size=8192)
+    assert load_tokens()["meta"]["corpus"] == "测试"
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
@@ -478,6 +515,7 @@ print(*(os.waitpid(pid, 0)[1] for pid in children))
     assert done.stderr.count("另一个进程正在准备") == 3, done.stderr
 
 
+@pytest.mark.slow
 def test_a_users_mistake_ends_with_exit_code_2(run_script, tmp_path):
     """命令行上的错误：退出码 2，stderr 只有一句话。"""
     done = run_script("tokens/prepare.py", "--vocab-size", 100, "--out", tmp_path)
