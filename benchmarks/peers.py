@@ -194,7 +194,6 @@ def start(name: str, shape: Shape, options: Options, stack: ExitStack) -> Peer:
     if name == "nanogpt":
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         command, params = prepare_nanogpt(options.nanogpt, folder, shape)
-        environment["OMP_NUM_THREADS"] = str(os.cpu_count())
     else:
         folder, params = HERE.parent, 0
         command = [

@@ -54,9 +54,9 @@ class Recipe:
     batch_size: int = 16
     order: Literal["random", "epoch"] = "random"  # 有放回地抽窗口 | 一遍一遍不重复地读
     fast: bool = False  # 这台机器上最快的一步（bf16、编译、合成的交叉熵……）
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon：矩阵用 Muon，其余用 Adam
-    lr: float = 3e-3  # AdamW 的峰值；optimizer="muon" 时不用
-    matrix_lr: float = 0.01  # Muon
+    optimizer: Literal["adamw", "muon", "adam"] = "adamw"  # muon：矩阵用 Muon，其余用 Adam
+    lr: float = 3e-3  # 只有 optimizer="adamw" 用：所有参数一个学习率
+    matrix_lr: float = 0.01  # Muon（或 Adam），各层的矩阵
     embed_lr: float = 0.01  # Adam，词嵌入
     head_lr: float = 0.01  # Adam，单独的输出头
     gain_lr: float = 0.01  # Adam，RMSNorm 的增益
@@ -82,9 +82,25 @@ _SHAPE = replace(
 )  # fmt: skip
 RECORD = replace(
     _SHAPE, name="untied", change="输出头单独一个矩阵；为此宽度减到 96，层数减到 2",
-    tied=False, d_model=96, n_layer=2, embed_lr=0.1, head_lr=0.01, embed_std=0.5, steps=250,
+    tied=False, d_model=96, n_layer=2, embed_lr=0.1, head_lr=0.015, embed_std=0.5, steps=250,
 )  # fmt: skip
 LADDER = {recipe.name: recipe for recipe in (BASE, _FAST, _MUON, _EPOCH, _SHAPE, RECORD)}
+# 从纪录里每次拿掉一件事，读同样多的 token：看每一件值多少
+ABLATIONS = {
+    recipe.name: recipe
+    for recipe in (
+        replace(RECORD, name="no_muon", change="矩阵也用 Adam", optimizer="adam", matrix_lr=3e-3),
+        replace(RECORD, name="no_epoch", change="有放回地抽", order="random"),
+        replace(RECORD, name="no_zero", change="残差支路与输出头不从零开始", zero_init=False),
+        replace(RECORD, name="no_decay", change="预热与余弦", warmup=10, decay="cosine"),
+        replace(RECORD, name="no_betas", change="β 用回 0.9、0.95", betas=(0.9, 0.95)),
+        replace(RECORD, name="no_b8", change="batch 加倍，步数减半", batch_size=16, steps=125),
+        replace(RECORD, name="no_untied", change="输出头共享，128 × 4 层", tied=True,
+                d_model=128, n_layer=4, embed_lr=0.04, embed_std=0.02),
+    )
+}  # fmt: skip
+RECIPES = LADDER | ABLATIONS
+GROUPS = {"record": {RECORD.name}, "all": set(LADDER), "ablations": {RECORD.name, *ABLATIONS}}
 
 
 # --- 一次训练的零件 ---
@@ -146,7 +162,7 @@ class Together:
 
 
 def make_optimizer(model: GPT, recipe: Recipe) -> torch.optim.Optimizer | Together:
-    """起跑线是 AdamW；muon 则按参数的角色分组，每组有自己的学习率。
+    """起跑线是 AdamW；muon（与 adam）按参数的角色分组，每组有自己的学习率。
 
     Muon 只管残差流里的矩阵：它把更新正交化，使每个方向走同样的步长（Jordan 2024）。
     词嵌入和输出头的一行对应一个 token，增益是向量，都不是从一个空间到另一个空间的映射，用 Adam。
@@ -161,10 +177,12 @@ def make_optimizer(model: GPT, recipe: Recipe) -> torch.optim.Optimizer | Togeth
     ]
     if not recipe.tied:
         groups.append({"params": [model.head.weight], "lr": recipe.head_lr})
-    return Together(
-        torch.optim.Muon(matrices, lr=recipe.matrix_lr, weight_decay=0.0),
-        torch.optim.AdamW(groups, betas=recipe.betas, weight_decay=0.0, fused=True),
-    )
+    if recipe.optimizer == "adam":  # 只为对照：矩阵也用 Adam
+        groups.append({"params": matrices, "lr": recipe.matrix_lr})
+    adam = torch.optim.AdamW(groups, betas=recipe.betas, weight_decay=0.0, fused=True)
+    if recipe.optimizer == "adam":
+        return adam
+    return Together(torch.optim.Muon(matrices, lr=recipe.matrix_lr, weight_decay=0.0), adam)
 
 
 def rate_factor(step: int, recipe: Recipe) -> float:
@@ -266,7 +284,7 @@ class Options:
     """跑哪些配方、哪些种子。"""
 
     recipes: tuple[str, ...] = ("base", "record")
-    """配方的名字；record 是现在的纪录，all 是整张纪录表"""
+    """配方的名字；record 是现在的纪录，all 是整张纪录表，ablations 是每次少一件事的对照"""
     seeds: tuple[int, ...] = (0,)
     """种子；5 个以上才能谈显著性"""
     name: str = "speedrun"
@@ -274,8 +292,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in self.recipes:
-            if name not in {*LADDER, "record", "all"}:
-                known = "、".join((*LADDER, "record", "all"))
+            if name not in {*RECIPES, *GROUPS}:
+                known = "、".join((*RECIPES, *GROUPS))
                 raise UserError(f"--recipes {name}：没有这个配方；有 {known}")
         if not self.recipes or not self.seeds:
             raise UserError("--recipes 与 --seeds 都至少要有一个")
@@ -283,9 +301,10 @@ class Options:
     @property
     def chosen(self) -> list[Recipe]:
         """要跑的配方，按纪录表的顺序，不重复。"""
-        wanted = set(LADDER) if "all" in self.recipes else set(self.recipes)
-        wanted = {RECORD.name if name == "record" else name for name in wanted}
-        return [recipe for name, recipe in LADDER.items() if name in wanted]
+        wanted: set[str] = set()
+        for name in self.recipes:
+            wanted |= GROUPS.get(name, {name})
+        return [recipe for name, recipe in RECIPES.items() if name in wanted]
 
 
 def race(recipes: Sequence[Recipe], seeds: Sequence[int]) -> Iterator[dict]:

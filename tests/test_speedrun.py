@@ -11,8 +11,10 @@ from scipy import stats
 
 from experiments.measure import ROOT
 from experiments.speedrun import (
+    ABLATIONS,
     BASE,
     LADDER,
+    RECIPES,
     RECORD,
     SEQ_LEN,
     TARGET,
@@ -52,10 +54,10 @@ def test_base_is_the_plain_recipe():
     assert rates == pytest.approx([6e-5, 3e-3, 3e-4]), f"学习率是 {rates}"
 
 
-@pytest.mark.parametrize("name", list(LADDER))
+@pytest.mark.parametrize("name", list(RECIPES))
 def test_parameters_stay_within_one_percent(name):
     """每个配方的参数量与起跑线的 1,803,392 相差不超过 1 %。"""
-    params = build(LADDER[name], seed=0).num_params()
+    params = build(RECIPES[name], seed=0).num_params()
     ratio = params / 1_803_392
     assert abs(ratio - 1) <= 0.01, f"{name}：{params:,} 个参数，是起跑线的 {ratio:.4f} 倍"
 
@@ -134,13 +136,19 @@ def test_muon_gets_matrices_and_adam_the_rest():
 
 def test_rate_factor_stays_in_range():
     """每个配方的学习率系数全程在 (0, 1] 之内，第一步就不是零。"""
-    for recipe in LADDER.values():
+    for recipe in RECIPES.values():
         factors = [rate_factor(step, recipe) for step in range(recipe.steps)]
         low, high = min(factors), max(factors)
         assert 0 < low and high <= 1, f"{recipe.name}：系数在 [{low:.4f}, {high:.4f}]"
 
 
-def test_unknown_recipe_names_the_known_ones(run_script):
+def test_ablations_read_as_many_tokens_as_the_record():
+    """每次少一件事的对照与纪录读同样多的 token：loss 的差别不是多读少读造成的。"""
+    sizes = {r.name: r.steps * r.batch_size for r in (RECORD, *ABLATIONS.values())}
+    assert len(set(sizes.values())) == 1, f"序列数：{sizes}"
+
+
+def test_unknown_recipe_names_the_known_ones():
     """写错配方的名字：退出码 2，一句话列出有哪些，没有 traceback。"""
     with pytest.raises(UserError, match="record"):
         Options(recipes=("fastest",))
