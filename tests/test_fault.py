@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_training import TINY, difference, start, state, trace, train_ranks
+from tiny_training import LOOPBACK, TINY, difference, start, state, trace, train_ranks
 
 from experiments import checkpoint
 
@@ -91,7 +91,8 @@ def command(folder: Path, *launcher: str) -> list[str]:
 
 
 ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK,
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from experiments.train_options import Options
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["torch", "experiments.train_gpu", "tiny_training"])
 
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # gloo 走回环网卡，不靠主机名解析
+
 # 28,832 个参数；一步 16 个序列：单进程累积 4 次，两个进程各 2 次。
 TINY = {
     "vocab_size": 256, "d_model": 32, "n_head": 2, "n_layer": 2, "seq_len": 32, "micro_batch": 4,
@@ -50,7 +52,7 @@ def _child(rank: int, size: int, port: int, options: Options, hook) -> None:
     if size > 1:
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": LOOPBACK,
         }  # fmt: skip
     if hook is not None:
         hook(rank)
