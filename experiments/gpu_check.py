@@ -27,6 +27,7 @@ from tokens.errors import UserError
 from tokens.files import atomic_write
 
 TARGET_MFU = 0.5
+MEASURED = ROOT / "book" / "measured"  # 别处量好、提交进来的结果，书里引用它们
 SHAPE = {"vocab_size": 50_304, "d_model": 768, "n_head": 12, "n_layer": 12, "seq_len": 1024}
 TINY = {"vocab_size": 8192, "d_model": 32, "n_head": 1, "n_layer": 1, "seq_len": 32}
 TOTAL_SECONDS = 290  # 四次加起来的上限
@@ -37,7 +38,7 @@ class Options:
     """一张 GPU 上的速度检查。"""
 
     out: str = ""
-    """结果文件；空是 results/gpu_check_<设备名>.json"""
+    """结果文件；空是 book/measured/gpu_check_<设备名>.json（--tiny 时在 results/）"""
     seconds: float = 35.0
     """每种配置训练多久（秒）；编译的那两种另加 --compile-seconds"""
     compile_seconds: float = 45.0
@@ -73,8 +74,8 @@ def train_command(options: Options, data: str, compiled: bool, folder: str) -> l
         **shape, "micro_batch": options.micro_batch, "global_batch_tokens": tokens, "data": data,
         "out_dir": folder, "time_limit": seconds / 60, "steps": 30 if options.tiny else 100_000,
         "decay_steps": 100_000, "lr": 6e-4, "eval_interval": 100_000, "eval_iters": 1,
-        "log_interval": 1,
-        "peak_flops": options.peak_flops, "device": "cpu" if options.tiny else "cuda",
+        "log_interval": 1, "peak_flops": options.peak_flops,
+        "device": "cpu" if options.tiny else "cuda",
     }  # fmt: skip
     words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     words.append("--compile" if compiled else "--no-compile")
@@ -146,7 +147,8 @@ def main(options: Options) -> None:
     }  # fmt: skip
     text = json.dumps(result, ensure_ascii=False, indent=2)
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    path = Path(options.out) if options.out else RESULTS / f"gpu_check_{slug}.json"
+    folder = RESULTS if options.tiny else MEASURED
+    path = Path(options.out) if options.out else folder / f"gpu_check_{slug}.json"
     with atomic_write(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
     print(text)

@@ -31,7 +31,7 @@ class RunLog:
     ) -> None:
         path = folder / "log.csv"
         rows: list[dict[str, str]] = []
-        if step and path.exists():
+        if path.exists():
             with open(path, newline="", encoding="utf-8") as file:
                 rows = [row for row in csv.DictReader(file) if _kept(row, step, evaluated)]
         with atomic_write(path) as temporary, open(temporary, "w", newline="") as file:

@@ -180,6 +180,9 @@ def announce(run: Run) -> None:
     options, world = run.options, run.world
     for name, value in asdict(options).items():
         world.say(f"{name} = {value}")
+    supported, reason = hardware.bf16_support(world.device.type)
+    if run.dtype == torch.bfloat16 and not supported:
+        world.say(f"注意：{reason}，bf16 只会更慢；可以用 --dtype float32。")
     sequences = options.global_batch_tokens // options.seq_len
     world.say(
         f"模型 {run.raw.num_params():,} 个参数；{world.device}，{str(run.dtype)[6:]}，"

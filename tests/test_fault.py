@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from tiny_training import LOOPBACK, TINY, difference, start, state, trace, train_ranks
 
@@ -53,11 +54,18 @@ def unharmed(tmp_path_factory) -> Path:
     return folder
 
 
+def evaluations(folder: Path) -> list[tuple[int, float]]:
+    """日志里的每次评估：(步, 验证 loss)，不重不漏。"""
+    log = pd.read_csv(folder / "log.csv").dropna(subset="val_loss")
+    return list(zip(log["step"], log["val_loss"], strict=True))
+
+
 def assert_same(ours: Path, theirs: Path, what: str) -> None:
     """最后的权重、优化器、best 与日志里的每步 loss 都逐位相等，没有临时文件留下。"""
     assert difference(state(ours), state(theirs)) == 0.0, what
     assert difference(state(ours, checkpoint.BEST), state(theirs, checkpoint.BEST)) == 0.0, what
     assert trace(ours).equals(trace(theirs)), what
+    assert evaluations(ours) == evaluations(theirs), what
     assert not saving(ours), what
 
 

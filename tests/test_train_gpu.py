@@ -346,6 +346,26 @@ def test_evaluation_is_the_same_for_any_number_of_ranks(straight, tmp_path):
     assert state(straight, checkpoint.BEST)["step"] == log["step"].iloc[log["val_loss"].argmin()]
 
 
+@pytest.mark.parametrize(
+    ("asked", "hardware_has_bf16", "device", "wanted"),
+    [("bfloat16", True, "cpu", torch.bfloat16), ("float16", True, "cpu", torch.float16),
+     ("auto", True, "cpu", torch.bfloat16), ("auto", False, "cpu", torch.float32),
+     ("auto", True, "cuda", torch.bfloat16), ("auto", False, "cuda", torch.float16)],
+)  # fmt: skip
+def test_precision_is_what_was_asked(monkeypatch, asked, hardware_has_bf16, device, wanted):
+    """要 bf16 就是 bf16；auto：有 bf16 就用，否则 CUDA 用 fp16、CPU 用 fp32。"""
+    monkeypatch.setattr(hardware, "bf16_support", lambda _: (hardware_has_bf16, ""))
+    assert train_gpu.pick_dtype(Options(dtype=asked), torch.device(device)) is wanted
+
+
+@pytest.mark.slow
+def test_only_fp16_is_scaled(tmp_path, monkeypatch, capsys):
+    """bf16 不用 scaler；CPU 没有 bf16 指令时照做，但说它只会更慢。"""
+    monkeypatch.setattr(hardware, "bf16_support", lambda _: (False, "CPU 没有 bf16 指令"))
+    assert train(tmp_path, dtype="bfloat16", steps=1) == 0
+    assert state(tmp_path)["scaler"] == {} and "bf16 只会更慢" in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------- MFU
 
 
