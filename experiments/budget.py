@@ -115,37 +115,10 @@ def print_table() -> None:
 
 # --- Chinchilla 最优 ----------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Fit:
-    """损失的拟合 L = E + A/N^alpha + B/D^beta。"""
-
-    name: str
-    E: float
-    A: float
-    B: float
-    alpha: float
-    beta: float
-
-
-FITS = (
-    Fit("Hoffmann，论文印出的", 1.69, 406.4, 410.7, 0.34, 0.28),
-    Fit("Hoffmann，未舍入", 1.6934, 406.4, 410.7, 0.3392, 0.2849),
-    Fit("Besiroglu 2024", 1.8172, 482.01, 2085.43, 0.3478, 0.3658),
-)
-
-
 def optimal_by_rule(flops: float, ratio: float = planning.TOKENS_PER_PARAM) -> tuple[float, float]:
     """算力 C 下的 (N, D)：C = 6ND 且 D = ratio·N，所以 N = √(C / (6·ratio))。"""
     params = math.sqrt(flops / (6 * ratio))
     return params, ratio * params
-
-
-def optimal_by_fit(flops: float, fit: Fit) -> tuple[float, float]:
-    """使拟合的损失最小的 (N, D)（Hoffmann 等，arXiv 2203.15556，式 4）。"""
-    g = (fit.alpha * fit.A / (fit.beta * fit.B)) ** (1 / (fit.alpha + fit.beta))
-    share = fit.beta / (fit.alpha + fit.beta)
-    params = g * (flops / 6) ** share
-    return params, flops / 6 / params
 
 
 def flops_for_money(money: float, price_per_hour: float, peak: float, mfu: float) -> float:
@@ -375,7 +348,9 @@ def run_optimal(options: OptimalOptions) -> None:
     planning.require("算力（FLOPs）", flops, 1e12, 1e30)
     print(f"算力 C = {flops:.2e} FLOPs")
     pairs = [("每参数 20 个 token", *optimal_by_rule(flops))]
-    pairs += [(fit.name, *optimal_by_fit(flops, fit)) for fit in FITS]
+    from experiments.scaling_law import PUBLISHED  # 要 numpy 与 scipy，核心不要
+
+    pairs += [(name, *law.optimum(flops)) for name, law in PUBLISHED.items()]
     print_rows(("依据", "参数", "token", "token/参数"), [
         (name, readable(n), readable(d), f"{d / n:.1f}") for name, n, d in pairs
     ])
