@@ -98,7 +98,8 @@ def test_constraints_are_portable() -> None:
 def imported_packages() -> dict[str, Path]:
     """仓库里导入的第三方模块 -> 一个导入它的文件。"""
     own = {"model", "tokens", "experiments", "figures", "_ext"}
-    own |= {path.stem for path in (ROOT / "book/_ext").glob("*.py")} | {"conftest"}
+    for folder in ("book/_ext", "tests"):  # 同目录的模块按文件名导入
+        own |= {path.stem for path in (ROOT / folder).glob("*.py")}
     found: dict[str, Path] = {}
     files = [ROOT / "model.py"]
     for folder in ("tokens", "experiments", "book", "tests"):
