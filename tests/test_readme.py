@@ -96,14 +96,14 @@ def test_constraints_are_portable() -> None:
 
 
 def imported_packages() -> dict[str, Path]:
-    """仓库里导入的第三方模块 -> 一个导入它的文件。"""
-    own = {"model", "tokens", "experiments", "figures", "_ext"}
-    for folder in ("book/_ext", "tests"):  # 同目录的模块按文件名导入
-        own |= {path.stem for path in (ROOT / folder).glob("*.py")}
-    found: dict[str, Path] = {}
+    """仓库里导入的第三方模块 -> 一个导入它的文件；benchmarks/ 比的正是没有装的那些，不算。"""
     files = [ROOT / "model.py"]
     for folder in ("tokens", "experiments", "book", "tests"):
         files += (ROOT / folder).rglob("*.py")
+    # 自己的包，以及同目录里按文件名导入的模块
+    own = {"tokens", "experiments", "figures", "_ext"} | {path.stem for path in files}
+    own |= {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    found: dict[str, Path] = {}
     for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
