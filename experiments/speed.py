@@ -173,6 +173,12 @@ class Peaks:
     bf16: float | None
     bandwidth: float
 
+    def row(self) -> dict[str, float]:
+        """写进结果的三列，单位 GFLOP/s 与 GB/s；没有 bf16 指令的机器那一列是 nan。"""
+        bf16 = self.bf16 / 1e9 if self.bf16 else float("nan")
+        return {"fp32_peak_gflops": self.fp32 / 1e9, "bf16_peak_gflops": bf16,
+                "bandwidth_gb": self.bandwidth / 1e9}  # fmt: skip
+
     def of(self, variant: Variant) -> float:
         """这个变体的矩阵乘法该与哪个峰值比。"""
         return self.bf16 if variant.step.bf16 and self.bf16 else self.fp32
@@ -322,10 +328,10 @@ def show(table: pd.DataFrame) -> None:
 def conclusions(table: pd.DataFrame) -> list[str]:
     """由测量生成的几句话；换一台机器，话也跟着变。"""
     rows = table.set_index("variant")
-    base, best = table.iloc[0], table.iloc[-1]
+    base, best = table.iloc[0], table[table["keep"]].iloc[-1]
     said = []
     for name in ("bf16", "compile"):
-        if name in rows.index:
+        if base["variant"] == "fp32" and name in rows.index:  # 梯子是累积的，没有「只开」
             ratio = base["ms"] / rows.loc[name, "ms"]
             verdict = f"快 {ratio:.2f} 倍" if ratio > 1 else f"反而慢 {1 / ratio:.2f} 倍"
             said.append(f"只开 {name}：比 {base['variant']} {verdict}")
@@ -356,16 +362,12 @@ def run_race(options: Options, peaks: Peaks) -> None:
     """默认的四个变体，或整架梯子。"""
     variants, skipped = climb(LADDER, options.threads) if options.ladder else short_list()
     table, breakdown = race(variants, options, peaks)
+    rungs = {rung.name: rung for rung in LADDER} if options.ladder else {}
+    table["keep"] = [name not in rungs or rungs[name].keep for name in table["variant"]]
+    table["why"] = [rungs[name].why if name in rungs else "" for name in table["variant"]]
     report(table, breakdown, skipped)
     name = "speed_ladder" if options.ladder else "speed"
-    reasons = {rung.name: rung.why for rung in LADDER}
-    kept = {rung.name: rung.keep for rung in LADDER}
-    about = table["variant"].map(reasons).fillna("")
-    rows = table.assign(
-        why=about, keep=table["variant"].map(kept), fp32_peak_gflops=peaks.fp32 / 1e9,
-        bf16_peak_gflops=(peaks.bf16 or float("nan")) / 1e9, bandwidth_gb=peaks.bandwidth / 1e9,
-    )  # fmt: skip
-    save_csv(rows, name)
+    save_csv(table.assign(**peaks.row()), name)
     save_csv(breakdown, f"{name}_profile")
 
 
@@ -375,10 +377,8 @@ def main(options: Options) -> None:
     print(describe_machine(peaks))
     if options.roofline:
         table = operations(options.setting(), hardware.bf16_support()[0])
-        roof = {"fp32_peak_gflops": peaks.fp32 / 1e9, "bandwidth_gb": peaks.bandwidth / 1e9}
-        roof["bf16_peak_gflops"] = (peaks.bf16 or float("nan")) / 1e9
         print_table(table, {"intensity": "{:.1f}", "gflops": "{:.0f}", "gb_per_s": "{:.1f}"})
-        save_csv(table.assign(**roof), "speed_roofline")
+        save_csv(table.assign(**peaks.row()), "speed_roofline")
     if options.growth:
         table = growth(options)
         formats = {"params": "{:,}", "flops": "{:.2e}", "ms": "{:.1f}", "predicted_ms": "{:.1f}"}
