@@ -150,9 +150,10 @@ def test_our_gpt_matches_the_model_on_meta(pairs, n_layer, n_head, vocab, more):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "qwen3"])
 def test_hugging_face_models_on_meta(tmp_path, kind):
-    """由 config.json 数出的参数量，与 transformers 在 meta 设备上建出的模型相等。"""
+    """由 config.json 数出的参数量与 FLOPs，与 transformers 在 meta 设备上的模型相等。"""
     import torch
     import transformers
+    from torch.utils.flop_counter import FlopCounterMode
 
     shape = {"vocab_size": 1009, "n_embd": 96, "n_layer": 3, "n_head": 4, "n_positions": 128}
     if kind == "gpt2":
@@ -170,8 +171,13 @@ def test_hugging_face_models_on_meta(tmp_path, kind):
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    counted = from_config_json(tmp_path / "config.json").params()
-    assert counted == sum(p.numel() for p in model.parameters())
+        x = torch.zeros(2, 64, dtype=torch.int64)
+    arch = from_config_json(tmp_path / "config.json")
+    assert arch.params() == sum(p.numel() for p in model.parameters())
+    model.set_attn_implementation("eager")  # 注意力写成两次矩阵乘法，计数器才看得见
+    with FlopCounterMode(display=False) as counter:
+        model(x).logits.sum().backward()
+    assert 2 * 64 * executed_flops_per_token(arch, 64) == counter.get_total_flops()
 
 
 def test_kv_cache_of_gqa():
@@ -352,6 +358,37 @@ def test_memory_estimate_within_ten_percent_of_tracked():
         now = predict(SHAPES[row["model"]], row["variant"], row["strategy"], int(row["gpus"]))
         error = now / float(row["peak_gb"]) - 1
         assert abs(error) < 0.10, f"{row['model']} {row['strategy']} {row['variant']} {error:+.1%}"
+
+
+def test_what_the_page_says_of_activations():
+    """1.3B 的激活：eager 实际近 34·s·b·d·L 的两倍，编译后每层少四分之一；峰值跨在九成两边。"""
+    rows = {
+        row["variant"]: row for row in measured_rows()
+        if (row["model"], row["strategy"]) == ("1.3B", "ddp")
+    }
+    simple = memory.simple_activations(2048, 8, 2048, 24)
+    assert 1.8 < float(rows["eager"]["activations_gb"]) / simple < 2.0
+    layer = {e: sum(memory.layer_bytes(PRESETS["1.3b"], e).values()) for e in memory.EXECUTIONS}
+    assert 0.70 < layer["compiled"] / layer["eager"] < 0.78, layer
+    usable = memory.USABLE * 80
+    assert float(rows["compiled"]["peak_gb"]) < usable < float(rows["eager"]["peak_gb"])
+
+
+def test_what_the_exercises_say():
+    """练习里的数：124M 的显存激活过半、logits 近三成；3B 读到 7B 的 loss，总账不到一半。"""
+    from experiments.scaling_law import PUBLISHED
+
+    m = make_plan(Request(
+        123_587_328.0, "4090", 1, seq_len=1024, vocab_size=50304, arch=PRESETS["124m"]
+    )).memory
+    shares = m.activations / m.total, m.peak / m.total, m.states / m.total
+    assert 0.5 < shares[0] < 0.6 and 0.26 < shares[1] < 0.3 and 0.15 < shares[2] < 0.18, shares
+    law = PUBLISHED["Besiroglu 2024"]
+    left = law.loss(7e9, 140e9) - law.E - law.A / 3e9**law.alpha
+    tokens = (law.B / left) ** (1 / law.beta)
+    train = [6 * 7e9 * 140e9, 6 * 3e9 * tokens]
+    total = [train[0] + 2 * 7e9 * 10e12, train[1] + 2 * 3e9 * 10e12]
+    assert 1.35 < train[1] / train[0] < 1.5 and total[1] < total[0] / 2, (train, total)
 
 
 @pytest.mark.slow

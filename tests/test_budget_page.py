@@ -45,10 +45,13 @@ def cases(count: int, seed: int) -> list[tuple[dict, dict]]:
             "mfu": draw.randint(1, 100) / 100, "tokensPerParam": draw.choice([20, 1, 5.5, 2000]),
             "seqLen": draw.choice([512, 1024, 2048, 4096, 8192, 32768]),
             "price": draw.choice([None, 0, 2.5, 1.99]), "eager": draw.random() < 0.3,
+            "memoryGb": draw.choice([None, None, 40, 96]),
+            "globalBatch": draw.choice([None, None, 300_000, 2**23]),
         }
         request = Request(
             r["params"], r["device"], r["gpus"], r["mfu"], r["tokensPerParam"], r["seqLen"],
-            price_per_hour=r["price"], execution="eager" if r["eager"] else "compiled",
+            r["globalBatch"], r["memoryGb"], price_per_hour=r["price"],
+            execution="eager" if r["eager"] else "compiled",
         )
         pairs.append((r, answer(request)))
     return pairs

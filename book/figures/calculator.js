@@ -197,7 +197,8 @@
     });
   }
 
-  // r：{params, device, gpus, mfu, tokensPerParam, seqLen, globalBatch, price, eager}
+  // r：{params, device, memoryGb, gpus, mfu, tokensPerParam, seqLen, globalBatch, price, eager}；
+  // memoryGb、globalBatch、price 可以是 null，意思与 planning.Request 相同
   function answer(r, devices) {
     const device = devices[r.device], capacity = r.memoryGb || room(device);
     const a = chooseShape(r.params, r.seqLen);
@@ -257,17 +258,21 @@
     const slide = (name) => box.querySelector(`[data-slider="${name}"]`);
     const select = get("device");
     for (const [name, device] of Object.entries(devices)) {
-      select.add(new Option(`${device.name}，${room(device)} GB`, name));
+      for (const size of device.memory_gb) {
+        select.add(new Option(`${device.name}，${size} GB`, `${name}|${size}`));
+      }
     }
-    select.value = "h100";
+    select.value = "h100|80";
+    const chosen = () => select.value.split("|");
 
     function showPrice() {
-      const price = devices[select.value].price_per_hour;
+      const price = devices[chosen()[0]].price_per_hour;
       get("price").placeholder = price === null ? "请填" : price;
     }
     function read() {
       const r = {
-        params: number(get("params").value), device: select.value,
+        params: number(get("params").value),
+        device: chosen()[0], memoryGb: Number(chosen()[1]),
         gpus: number(get("gpus").value), mfu: number(get("mfu").value),
         tokensPerParam: number(get("tokens").value), seqLen: Number(get("seq_len").value),
         price: get("price").value.trim() === "" ? null : number(get("price").value),
