@@ -45,6 +45,10 @@ INDEX = """(home)=
 ```{toctree}
 ```
 梯度累积与梯度裁剪，公式 $C \\approx 6ND$，源码 {source}`experiments/tiny.py`。
+下一句。
+**再下一句**没完
+接着 Latin
+words。
 
 $$
 L(N, D) = E + \\frac{A}{N^{\\alpha}} + \\frac{B}{D^{\\beta}} + \\frac{C}{N^{\\alpha} D^{\\beta}}
@@ -375,6 +379,13 @@ def test_repository_comes_from_the_origin_remote(
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     subprocess.run(["git", "-C", tmp_path, "remote", "add", "origin", remote], check=True)
     assert repository_links.repository(tmp_path) == name
+
+
+@pytest.mark.slow
+def test_a_sentence_per_line_leaves_no_spaces_on_the_page(mini: MiniBook) -> None:
+    """源文件里一句一行，网页上的中文段落是连着的。"""
+    text = re.sub(r"<[^>]+>", "", mini.html("index", "site"))
+    assert "。下一句。再下一句没完接着 Latin\nwords。" in text, text[:2000]
 
 
 @pytest.mark.parametrize(

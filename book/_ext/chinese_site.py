@@ -47,10 +47,16 @@ def _teach_jieba(app: Sphinx, config: Config) -> None:
 
 def _join_lines(app: Sphinx, doctree: nodes.document) -> None:
     """源文件一句一行；浏览器会把换行画成空格，中文句子之间不该有。"""
-    literal = (nodes.literal, nodes.literal_block, nodes.math, nodes.math_block, nodes.raw)
     for text in list(doctree.findall(nodes.Text)):
-        if "\n" in text and not isinstance(text.parent, literal):
-            text.parent.replace(text, nodes.Text(JOINT.sub("", text)))
+        if text != "\n":  # MyST 把行末的换行解析成单独的文本节点
+            continue
+        siblings = text.parent.children
+        # 按身份找位置：内容相同的换行节点不止一个，比较相等会找错
+        place = next(i for i, node in enumerate(siblings) if node is text)
+        before = "".join(node.astext() for node in siblings[:place])[-1:]
+        after = "".join(node.astext() for node in siblings[place + 1 :])[:1]
+        if JOINT.search(f"{before}\n{after}"):
+            del siblings[place]
 
 
 def _translate_execution_table(app: Sphinx, doctree: nodes.document, docname: str) -> None:
