@@ -190,6 +190,16 @@ def test_optimum_is_the_minimum(name):
     assert best < min(others), f"{best} 与 {others}"
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_optimum_is_flat(name):
+    """算力约 2.7e20 时最优处很平：N 取最优的两倍或一半，loss 高出的都在 0.5 % 与 1 % 之间。"""
+    law = PUBLISHED[name]
+    N, D = law.optimum(2.73e20)
+    best = law.loss(N, D)
+    excess = [law.loss(N * k, D / k) / best - 1 for k in (0.5, 2)]
+    assert 0.005 < min(excess) and max(excess) < 0.01, f"高出 {excess}"
+
+
 def test_chinchilla_table():
     """Chinchilla 表 3（方法一）的每一行都近似满足 C = 6ND 与每参数约 20 个 token。"""
     rows = [(400e6, 1.92e19, 8.0e9), (1e9, 1.21e20, 20.2e9), (10e9, 1.23e22, 205.1e9),
