@@ -96,6 +96,8 @@ def measure(options: Options, data: str, compiled: bool, timeout: float) -> dict
         if done.returncode not in (0, 75):  # 75：到了时限，正是我们要的
             message = (done.stderr.strip() or done.stdout.strip()).split("\n")[-1]
             return row | {"error": f"退出码 {done.returncode}：{message}"}
+        if fallback := re.search("不编译，用 eager：(.*)。", done.stdout):
+            return row | {"error": f"没有编译：{fallback[1]}"}  # 不能把 eager 的数记在编译名下
         log = pd.read_csv(Path(folder) / "log.csv")
     first = re.search(r"第一步 ([\d.]+) 秒", done.stdout)
     return row | summarize(log, options) | {"first_step_s": float(first[1]) if first else None}

@@ -5,10 +5,9 @@
     python experiments/train_gpu.py --preset tiny_cpu                          # 2 核 CPU，半分钟
     python experiments/train_gpu.py --preset tiny_cpu --init-from resume       # 接着上次继续
 
-让 torchrun 在进程被杀之后自己恢复（这个变量避免重启时复用旧的 store，见书中 train_gpu 一章）：
+让 torchrun 在一个进程被杀之后自己重启并续训，至多三次：
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    torchrun --standalone --nproc-per-node 2 --max-restarts 3 experiments/train_gpu.py
+    torchrun --standalone --nproc-per-node 8 --max-restarts 3 experiments/train_gpu.py
 
 优先级：命令行 > --config FILE.toml > --preset > 默认值。退出码：0 走完；2 输入有误或存不下；
 3 loss 不是有限数；75 收到 SIGTERM/SIGINT 或到了 --time-limit，已存好，可以 --init-from resume。

@@ -86,6 +86,19 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", int(number or local_rank))
 
 
+def attempt_store(size: int) -> dist.Store:
+    """各进程交换地址的 TCP store，键前加上「第几次重启」。
+
+    torchrun 重启工作进程时沿用同一个 store，上一次的地址还留在里面：不加前缀，新进程会去连
+    已经死掉的进程，报 `Gloo connectFullMesh failed`，把 --max-restarts 一次次耗光。
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosting = os.environ["RANK"] == "0" and not agent_hosts
+    store = dist.TCPStore(host, port, size, is_master=hosting, multi_tenant=not agent_hosts)
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
 def start_world(device_name: str) -> World:
     """有 RANK 就是 torchrun 启动的：加入进程组。GPU 之间用 nccl，CPU 上的张量用 gloo。"""
     device = pick_device(device_name, int(os.environ.get("LOCAL_RANK", 0)))
@@ -95,8 +108,9 @@ def start_world(device_name: str) -> World:
         return World(0, 1, device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend)
-    except (ValueError, RuntimeError) as error:  # 端口被占、少了 MASTER_ADDR、连不上
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=attempt_store(size), rank=rank, world_size=size)
+    except (KeyError, ValueError, RuntimeError) as error:  # 端口被占、少了 MASTER_ADDR、连不上
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).split("\n")[0][:160]
         raise UserError(

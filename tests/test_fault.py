@@ -98,10 +98,7 @@ def command(folder: Path, *launcher: str) -> list[str]:
     return [sys.executable, *launcher, str(SCRIPT), *flags, *words]
 
 
-ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK,
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-}  # fmt: skip
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
 
 
 def finish(folder: Path, *launcher: str) -> None:
