@@ -82,7 +82,7 @@ _SHAPE = replace(
 )  # fmt: skip
 RECORD = replace(
     _SHAPE, name="untied", change="输出头单独一个矩阵；为此宽度减到 96，层数减到 2",
-    tied=False, d_model=96, n_layer=2, embed_lr=0.1, head_lr=0.015, embed_std=0.5, steps=250,
+    tied=False, d_model=96, n_layer=2, embed_lr=0.1, head_lr=0.015, embed_std=0.5, steps=245,
 )  # fmt: skip
 LADDER = {recipe.name: recipe for recipe in (BASE, _FAST, _MUON, _EPOCH, _SHAPE, RECORD)}
 # 从纪录里每次拿掉一件事，读同样多的 token：看每一件值多少
@@ -94,7 +94,7 @@ ABLATIONS = {
         replace(RECORD, name="no_zero", change="残差支路与输出头不从零开始", zero_init=False),
         replace(RECORD, name="no_decay", change="预热与余弦", warmup=10, decay="cosine"),
         replace(RECORD, name="no_betas", change="β 用回 0.9、0.95", betas=(0.9, 0.95)),
-        replace(RECORD, name="no_b8", change="batch 加倍，步数减半", batch_size=16, steps=125),
+        replace(RECORD, name="no_b8", change="batch 加倍，步数减半", batch_size=16, steps=122),
         replace(RECORD, name="no_untied", change="输出头共享，128 × 4 层", tied=True,
                 d_model=128, n_layer=4, embed_lr=0.04, embed_std=0.02),
     )

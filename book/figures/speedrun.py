@@ -35,8 +35,10 @@ def _rectangles(ax: Axes, table: pd.DataFrame, *, label: bool = False) -> None:
                       edgecolor=ink.line, linewidth=1.4)
         )  # fmt: skip
         if label or row.Index in (table.index[0], table.index[-1]):
+            lower = 34 * (row.Index % 2) * label  # 相邻两级步数相近，标签错开
             ax.annotate(
-                f"{row.recipe}\n{row.seconds:.1f} s", (row.steps, row.ms_per_step), (-5, -3),
+                f"{row.recipe}\n{row.seconds:.1f} s", (row.steps, row.ms_per_step),
+                (-5, -3 - lower),
                 textcoords="offset points", ha="right", va="top", size=9, color=ink.line,
             )  # fmt: skip
     ax.set(xlim=(0, table["steps"].max() * 1.05), ylim=(0, table["ms_per_step"].max() * 1.08))
