@@ -81,6 +81,8 @@ def test_every_requirement_is_pinned_exactly() -> None:
     assert lines[-1] == "-e .", lines[-1]
     loose = [line for line in lines[1:-1] if not PIN.fullmatch(line)]
     assert not loose, f"没有写死版本：{loose}"
+    names = [normal(line.split("==")[0]) for line in lines[1:-1]]
+    assert len(names) == len(set(names)), f"写了两遍：{names}"
 
 
 def test_constraints_are_portable() -> None:
