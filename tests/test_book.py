@@ -67,6 +67,10 @@ RUNNING = (
 from _ext.page import glue, plt, results, run, show_figure
 
 run("experiments/tiny.py", "--steps", 3)
+```
+
+```{code-cell} ipython3
+:tags: [hide-input]
 glue("loss", results("tiny")["loss"].iloc[-1])
 fig, ax = plt.subplots()
 ax.plot([1, 2], [3, 4])
@@ -379,6 +383,17 @@ def test_repository_comes_from_the_origin_remote(
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     subprocess.run(["git", "-C", tmp_path, "remote", "add", "origin", remote], check=True)
     assert repository_links.repository(tmp_path) == name
+
+
+@pytest.mark.slow
+def test_page_shows_the_command_and_its_output_once(mini: MiniBook) -> None:
+    """页上先是读者会键入的命令，再是脚本的输出，此外没有别的；进度条不在页上。"""
+    outputs = re.findall(
+        r'<div class="cell_output.*?<pre>(.*?)</pre>', mini.html("running", "site"), re.S
+    )
+    shown = [re.sub(r"<[^>]+>", "", output) for output in outputs]
+    assert shown == ["$ python experiments/tiny.py --steps 3\n训练 --steps 3\n"], shown
+    assert "进度条" not in mini.html("running", "site")
 
 
 @pytest.mark.slow

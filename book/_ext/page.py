@@ -56,11 +56,8 @@ class Finished:
     stderr: str
     seconds: float
 
-    def __repr__(self) -> str:  # 单元的最后一行是 run(...) 时，不再把输出重复显示一遍
-        return f"<{self.command}：{self.seconds:.1f} 秒>"
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {}
+    def _ipython_display_(self) -> None:
+        """单元的最后一行是 run(...) 时不再显示什么：输出已经印过了。"""
 
 
 def run(
