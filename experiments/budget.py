@@ -89,14 +89,18 @@ def display_width(text: str) -> int:
     return sum(2 if ord(c) > 0x2E7F else 1 for c in text)
 
 
-def print_rows(title: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """列对齐的表；中文字符按两格宽计。"""
+def print_rows(
+    title: tuple[str, ...], rows: list[tuple[str, ...]], *, notes: bool = False
+) -> None:
+    """列右对齐的表；`notes` 表示最后一列是说明，左对齐。中文字符按两格宽计。"""
     columns = [max(map(display_width, column)) for column in zip(title, *rows, strict=True)]
     for row in (title, *rows):
         cells = [
             " " * (width - display_width(text)) + text
             for width, text in zip(columns, row, strict=True)
         ]
+        if notes:
+            cells[-1] = row[-1]
         print("  ".join(cells).rstrip())
 
 
@@ -280,7 +284,7 @@ def run_published(_: PublishedOptions) -> None:
     print_rows(("记录", "发布的 MFU %", "重算 %", "约定"), [
         (run.name, f"{run.published:g}", f"{run.ours:.2f}", run.convention)
         for run in published.MFU_RUNS
-    ])
+    ], notes=True)
     print()
     low, high = published.MFU_SEEN
     print_rows(("整次训练", f"预测 h（{high:.0%}–{low:.0%}）", "发布 h", "反推 MFU %", "说明"), [
@@ -289,7 +293,7 @@ def run_published(_: PublishedOptions) -> None:
             f"{run.hours:,.1f}", f"{100 * run.implied_mfu:.1f}", run.why,
         )
         for run in published.WHOLE_RUNS
-    ])
+    ], notes=True)
 
 
 def memory_rows(

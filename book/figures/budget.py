@@ -14,8 +14,10 @@ from figures.style import CYCLE, arrow, box, canvas, note
 
 # 显存四部分的颜色，与计算器相同
 PARTS = {
-    "states": ("状态", "#00734f"), "working": ("权重副本", "#56b4e9"),
-    "activations": ("激活", "#d98200"), "peak": ("logits 等", "#9c4479"),
+    "states": ("状态", "#00734f"),
+    "working": ("权重副本", "#56b4e9"),
+    "activations": ("激活", "#d98200"),
+    "peak": ("logits 等", "#9c4479"),
 }
 
 
@@ -33,8 +35,7 @@ def flow() -> Figure:
     arrow(ax, (n[0] + 1.15, n[1] + 0.3), (d[0] - 1.3, d[1]))
     arrow(ax, (n[0] + 1.15, n[1] - 0.3), (s[0] - 1.3, s[1]))
     for start, end, half in ((d, c, 1.3), (c, h, 1.15), (h, m, 0.85), (s, a, 1.3), (a, f, 1.15)):
-        arrow(ax, (start[0] + (1.3 if start is not h else 1.15), start[1]),
-              (end[0] - half, end[1]))
+        arrow(ax, (start[0] + (1.3 if start is not h else 1.15), start[1]), (end[0] - half, end[1]))
     note(ax, 10.45, 5.75, "÷（卡数 × 峰值 × MFU）", align="center")
     note(ax, 13.8, 5.75, "× 卡数 × 单价", align="center")
     note(ax, 6.75, 0.25, "＋ micro-batch × 序列 × 每 token 字节数", align="center")
@@ -96,7 +97,7 @@ def published_runs() -> Figure:
     names = [run.name for run in WHOLE_RUNS[::-1]]
     right.plot([100 * run.implied_mfu for run in WHOLE_RUNS[::-1]], names, "D", color="#d55e00")
     right.set(xlabel="由总时间反推的 MFU（%）", xlim=(20, 70))
-    right.legend(loc="lower right", fontsize=9)
+    right.legend(loc="upper left", fontsize=9)
     fig.tight_layout()
     return fig
 
@@ -113,15 +114,21 @@ def tracked_and_predicted(table: pd.DataFrame) -> Figure:
     fig, ax = plt.subplots(figsize=(7.6, 4.9))
     left = np.zeros(len(rows))
     for part, label, color in (
-        ("states_gb", "状态", "#00734f"), ("activations_gb", "前向结束时的激活", "#d98200"),
+        ("states_gb", "状态", "#00734f"),
+        ("activations_gb", "前向结束时的激活", "#d98200"),
         ("temp_gb", "峰值时另有的", "#9c4479"),
     ):
         ax.barh(labels, rows[part], left=left, color=color, label=f"跟踪：{label}")
         left += rows[part]
     ax.plot(rows["predicted_gb"], labels, "k|", ms=13, mew=2, label="估计的合计")
     for y, row in enumerate(rows.itertuples()):
-        ax.text(max(row.peak_gb, row.predicted_gb) + 3, y, f"{row.error_percent:+.1f} %",
-                va="center", size=9)
+        ax.text(
+            max(row.peak_gb, row.predicted_gb) + 3,
+            y,
+            f"{row.error_percent:+.1f} %",
+            va="center",
+            size=9,
+        )
     ax.set(xlabel="每卡显存峰值（GB）", xlim=(0, 1.12 * rows["peak_gb"].max()))
     ax.grid(axis="y", visible=False)
     ax.legend(loc="lower right", fontsize=9)

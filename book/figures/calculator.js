@@ -341,13 +341,13 @@
     chart.replaceChildren();
     for (const bar of result.bars) {
       const row = document.createElement("div"), track = document.createElement("div");
-      row.className = "row" + (bar.fits ? "" : " over") + (bar.name === result.best ? " best" : "");
+      row.className = "bar" + (bar.fits ? "" : " over") + (bar.name === result.best ? " best" : "");
       const verdict = bar.fits ? "放得下" : "放不下";
-      const chosen = bar.name === result.best ? "，选用" : "";
+      const chosen = bar.name === result.best;
       const name = document.createElement("span"), total = document.createElement("span");
       name.textContent = bar.name + (chosen ? " ✓" : "");
       name.className = "name";
-      total.textContent = `${bar.total} GB，${verdict}${chosen}`;
+      total.textContent = `${bar.total} GB，${chosen ? "选用" : verdict}`;
       total.className = "total";
       track.className = "track";
       track.setAttribute("role", "img");

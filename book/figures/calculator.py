@@ -32,22 +32,22 @@ html[data-theme=dark] .budget [data-message]{color:#fca5a5}
 .budget.stale [data-report],.budget.stale [data-bars]{opacity:.35}
 .budget dl{display:grid;grid-template-columns:max-content 1fr;gap:.25rem .9rem;margin:0 0 1rem}
 .budget dt{font-weight:600}.budget dd{margin:0;min-width:0;overflow-wrap:anywhere}
-.budget .row{display:grid;grid-template-columns:11.5rem 1fr 11.5rem;gap:.7rem;align-items:center;
+.budget .bar{display:grid;grid-template-columns:13rem 1fr 9rem;gap:.7rem;align-items:center;
   margin:.3rem 0;font-size:.9rem}
-.budget .row.best{font-weight:600}
+.budget .bar.best{font-weight:600}
 .budget .track{position:relative;display:flex;height:1.3rem;min-width:0;
   background:var(--pst-color-surface,#f3f4f6);border:1px solid #9ca3af;overflow:hidden}
 .budget .track i{display:block;height:100%;flex:none}
 .budget .track b{position:absolute;top:0;bottom:0;width:3px;margin-left:-3px;background:#b91c1c}
 .budget .states{background:#00734f}.budget .working{background:#56b4e9}
 .budget .activations{background:#d98200}.budget .peak{background:#9c4479}
-.budget .row.over .track{opacity:.55}
+.budget .bar.over .track{opacity:.55}
 .budget .key{display:flex;flex-wrap:wrap;gap:.3rem 1rem;font-size:.85rem;margin:.6rem 0 0}
 .budget .key i{display:inline-block;width:.9em;height:.9em;margin-right:.35em;
   vertical-align:-.1em}
 .budget .key i.line{width:3px;background:#b91c1c}
 @media(max-width:640px){.budget{padding:.7rem}
-  .budget .row{grid-template-columns:1fr auto}.budget .track{grid-column:1/-1;grid-row:2}}
+  .budget .bar{grid-template-columns:1fr auto}.budget .track{grid-column:1/-1;grid-row:2}}
 """
 
 BODY = """
@@ -74,8 +74,8 @@ BODY = """
 <label class="check"><input type="checkbox" data-field="compile" checked>用 torch.compile</label>
 </fieldset>
 <p data-message role="status" aria-live="polite"></p>
-<dl data-report aria-label="计划"></dl>
-<div data-bars aria-label="每卡显存"></div>
+<dl data-report></dl>
+<div data-bars role="group" aria-label="每卡显存"></div>
 <p class="key"><span><i class="states"></i>状态</span><span><i class="working"></i>权重副本</span>
 <span><i class="activations"></i>激活</span><span><i class="peak"></i>logits 等</span>
 <span><i class="line"></i>每卡显存（计划只用到它的九成）</span></p>
