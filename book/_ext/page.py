@@ -5,6 +5,7 @@
 书页（`book/*.md`）执行时工作目录是 `book/`，所以 `_ext` 和 `figures` 可以直接导入。
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import psutil
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
@@ -159,17 +161,23 @@ def _text(output: bytes) -> str:
 
 
 def _terminate(process: subprocess.Popen) -> tuple[bytes, bytes]:
-    """先请进程组退出，宽限期后强行结束；返回它已经写出的内容。"""
-    killpg = getattr(os, "killpg", None)  # Windows 没有进程组信号
-    if killpg:
-        killpg(process.pid, signal.SIGTERM)
-    else:
-        process.terminate()
-    try:
-        return process.communicate(timeout=TERMINATE_GRACE)
-    except subprocess.TimeoutExpired:
-        killpg(process.pid, signal.SIGKILL) if killpg else process.kill()
-        return process.communicate()
+    """先请进程组退出，宽限期后强行结束它的全部后代；返回它已经写出的内容。
+
+    只杀进程组不够：torchrun 给每个 worker 开了新的会话，它们不在这个组里。
+    """
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        root = psutil.Process(process.pid)
+        family = [root, *root.children(recursive=True)]
+        if hasattr(os, "killpg"):  # Windows 没有进程组信号
+            os.killpg(process.pid, signal.SIGTERM)
+        else:
+            process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=TERMINATE_GRACE)
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+    return process.communicate()
 
 
 def _report(shown: str, reason: str, stdout: str, stderr: str) -> str:
