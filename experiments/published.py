@@ -87,7 +87,7 @@ LLMC = flops_per_token(gpt2(768, 12, 12), convention="no_positions")
 TINYLLAMA = PRESETS["tinyllama-1.1b"]
 
 MFU_RUNS: tuple[MfuRun, ...] = (
-    _foundry("125M，8×A100-40GB", "mpt-125m", 136_334, A100, 42.75),
+    _foundry("125M，8 张 A100-40GB", "mpt-125m", 136_334, A100, 42.75),
     _foundry("1.3B，A100", "mpt-1b", 19_271, A100, 56.23),
     _foundry("7B，A100", "mpt-7b", 3_679, A100, 50.92),
     _foundry("1.3B，H100", "mpt-1b", 45_455, H100_FOUNDRY, 41.82),
@@ -112,11 +112,11 @@ MFU_RUNS: tuple[MfuRun, ...] = (
         "N 不含位置表，含注意力", "nanoGPT scaling_laws.ipynb",
     ),
     MfuRun(
-        "llm.c 124M，8×A100", LLMC, 524_288 / 0.300 / 8, A100, 60, 0.5,
+        "llm.c 124M，8 张 A100", LLMC, 524_288 / 0.300 / 8, A100, 60, 0.5,
         "N 不含位置表，含注意力；发布的是「最高 60」", "llm.c discussions #481",
     ),
     MfuRun(
-        "nanochat d24，8×H100", 4.3308e19, 1 / 10_949 / 8, H100, 50.0, 0.05,
+        "nanochat d24，8 张 H100", 4.3308e19, 1 / 10_949 / 8, H100, 50.0, 0.05,
         "总 FLOPs 由项目自己数出", "nanochat 训练日志",
     ),
 )
@@ -158,17 +158,17 @@ def _gpt2_xl() -> Architecture:
 
 WHOLE_RUNS: tuple[WholeRun, ...] = (
     WholeRun(
-        "llm.c 124M，8×A100", LLMC * 18_865 * 524_288, 8, A100, 94.3 / 60, 20,
+        "llm.c 124M，8 张 A100", LLMC * 18_865 * 524_288, 8, A100, 94.3 / 60, 20,
         "手写 CUDA、cuDNN 的 FlashAttention、没有框架开销：高于常见范围",
         "llm.c discussions #481",
     ),
     WholeRun(
-        "llm.c 1558M，8×H100",
+        "llm.c 1558M，8 张 H100",
         flops_per_token(_gpt2_xl(), convention="no_positions") * 32_000 * 1_048_576,
         8, H100, 24, 672, "同上；H100 更难喂饱，MFU 低于 A100", "llm.c discussions #677",
     ),
     WholeRun(
-        "nanoGPT 124M，8×A100", NANOGPT * 600_000 * 491_520, 8, A100, 96, None,
+        "nanoGPT 124M，8 张 A100", NANOGPT * 600_000 * 491_520, 8, A100, 96, None,
         "「约 4 天」含评估与存档，且早于 FlashAttention 进入 PyTorch：低于常见范围",
         "nanoGPT README",
     ),
@@ -177,12 +177,12 @@ WHOLE_RUNS: tuple[WholeRun, ...] = (
     _llama1("33B", 32.5e9, 1.4e12, 530_432),
     _llama1("65B", 65.2e9, 1.4e12, 1_022_362),
     WholeRun(
-        "TinyLlama 1.1B，16×A100", flops_per_token(TINYLLAMA, convention="no_embedding") * 3e12,
+        "TinyLlama 1.1B，16 张 A100", flops_per_token(TINYLLAMA, convention="no_embedding") * 3e12,
         16, A100, 90 * 24, None, "融合的 RMSNorm、SwiGLU、交叉熵与 FlashAttention-2",
         "TinyLlama README",
     ),
     WholeRun(
-        "nanochat d24，8×H100", 4.3308e19, 8, H100, 10_949 / 3600, 73,
+        "nanochat d24，8 张 H100", 4.3308e19, 8, H100, 10_949 / 3600, 73,
         "编译、大 micro-batch；单价约 24 美元/小时", "nanochat 训练日志",
     ),
 )

@@ -293,10 +293,10 @@ def test_run_times_within_the_mfu_range(run):
 def test_implied_mfu_of_whole_runs():
     """反推的 MFU：nanoGPT 29.2，LLaMA 43.4 / 51.4 / 45.8 / 47.7，nanochat 50.0。"""
     implied = {run.name: f"{100 * run.implied_mfu:.1f}" for run in published.WHOLE_RUNS}
-    assert implied["nanoGPT 124M，8×A100"] == "29.2"
+    assert implied["nanoGPT 124M，8 张 A100"] == "29.2"
     llama = [value for name, value in implied.items() if name.startswith("LLaMA")]
     assert llama == ["43.4", "51.4", "45.8", "47.7"]
-    assert implied["nanochat d24，8×H100"] == "50.0"
+    assert implied["nanochat d24，8 张 H100"] == "50.0"
 
 
 def test_prices_of_published_runs():
