@@ -182,6 +182,8 @@ def announce(run: Run) -> None:
     supported, reason = hardware.bf16_support(world.device.type)
     if run.dtype == torch.bfloat16 and not supported:
         world.say(f"注意：{reason}，bf16 只会更慢；可以用 --dtype float32。")
+    if options.steps > options.decay_steps:
+        world.say(f"注意：学习率在第 {options.decay_steps} 步降到最低，此后不变（--decay-steps）。")
     sequences = options.global_batch_tokens // options.seq_len
     world.say(
         f"模型 {run.raw.num_params():,} 个参数；{world.device}，{str(run.dtype)[6:]}，"
