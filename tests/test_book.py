@@ -588,6 +588,15 @@ def test_pages_follow_the_house_rules(path: Path) -> None:
         assert re.fullmatch(r"\([a-z0-9][a-z0-9-]*\)=", before), f"{heading[0]} 前面没有标签"
 
 
+@pytest.mark.parametrize("path", sorted(BOOK.glob("*.md")), ids=lambda path: path.stem)
+def test_measurements_read_by_pages_are_there(path: Path) -> None:
+    """书页用 measured(...) 读的长测量都已提交，每一行带着机器、版本和日期。"""
+    for name in re.findall(r"\bmeasured\(\"(\w+)\"\)", path.read_text(encoding="utf-8")):
+        table = page.measured(name)
+        assert {"cpu", "torch", "date"} <= set(table.columns), f"{name}：{list(table.columns)}"
+        assert table[["cpu", "torch", "date"]].notna().all(axis=None), f"{name} 有空的出处"
+
+
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
 def test_chapters_have_their_furniture(path: Path) -> None:
     """每一章都有自测、常见错误、怎么讲清楚、练习和小结，并按函数嵌入同名脚本。"""
