@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from experiments.architecture import Architecture, BudgetError, flops_per_token, gpt
 from experiments.hardware_table import DEVICES, Device
@@ -299,11 +299,12 @@ def largest_model(request: Request, capacity: float) -> float | None:
     """同样的卡数上放得下的最大参数量：从请求的大小起，每次减一成。"""
     params = request.params
     while (params := params * 0.9) >= 1e7:
+        smaller = replace(request, params=params, arch=None)
         try:
-            arch = choose_shape(params, request.seq_len, request.vocab)
+            arch = choose_shape(params, smaller.seq_len, smaller.vocab)
         except BudgetError:
             return None
-        if choose_strategy(request, arch, capacity):
+        if choose_strategy(smaller, arch, capacity):
             return params
     return None
 

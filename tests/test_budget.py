@@ -397,7 +397,7 @@ def test_tracked_live(variant):
     """在这台机器上重新跟踪一个小形状，估计的误差仍不到 10 %。"""
     from experiments.track_memory import Shape, predict, track
 
-    shape = Shape(512, 4, 8, 512, 8, 16384)
+    shape = Shape(512, 2, 8, 512, 8, 16384)
     peak = track(shape, variant)["peak"]
     predicted = predict(shape, variant, "ddp", 1)
     assert abs(predicted / peak - 1) < 0.10, (predicted, peak)
@@ -408,7 +408,7 @@ def test_tracked_live_fsdp():
     """FSDP2 也是：假的 8 卡进程组，估计的误差不到 10 %。"""
     from experiments.track_memory import Shape, predict, track_fsdp
 
-    shape = Shape(512, 6, 8, 512, 8, 16384)
+    shape = Shape(512, 4, 8, 512, 8, 16384)
     peak = track_fsdp(shape, "eager", 8)["peak"]
     predicted = predict(shape, "eager", "zero3", 8)
     assert abs(predicted / peak - 1) < 0.10, (predicted, peak)

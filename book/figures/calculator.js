@@ -174,9 +174,10 @@
   function largestModel(r, capacity) {
     let params = r.params;
     while ((params *= 0.9) >= 1e7) {
+      const smaller = { ...r, params };
       const a = chooseShape(params, r.seqLen);
       if (!a) return null;
-      if (chooseStrategy(r, a, capacity, r.gpus)) return params;
+      if (chooseStrategy(smaller, a, capacity, r.gpus)) return params;
     }
     return null;
   }
