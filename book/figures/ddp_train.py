@@ -78,8 +78,12 @@ def _ring(ax: Axes, x: float, y: float, full: bool) -> None:
             box(ax, px - 1.0 + block * 0.5, py - 0.28, 0.46, 0.56, "Σ" if summed else "",
                 role="gradient" if summed else "plain", size=9)  # fmt: skip
         note(ax, px, py + 0.55, f"rank {i}", align="center", size=9)
-    pairs = [((x + 1.1, y + 2.3), (x + 2.5, y + 0.95)), ((x + 2.5, y - 0.4), (x + 1.1, y - 2.2)),
-             ((x - 1.1, y - 2.2), (x - 2.5, y - 0.4)), ((x - 2.5, y + 0.95), (x - 1.1, y + 2.3))]
+    pairs = [
+        ((x + 1.1, y + 2.3), (x + 2.5, y + 0.95)),
+        ((x + 2.5, y - 0.4), (x + 1.1, y - 2.2)),
+        ((x - 1.1, y - 2.2), (x - 2.5, y - 0.4)),
+        ((x - 2.5, y + 0.95), (x - 1.1, y + 2.3)),
+    ]
     for start, end in pairs:
         arrow(ax, start, end, role="comm", bend=-0.2)
 

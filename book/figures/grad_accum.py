@@ -57,9 +57,7 @@ def token_weights() -> Figure:
     return fig
 
 
-def _weights_row(
-    ax: Axes, y: float, name: str, first: list[str], lone: str, role: str
-) -> None:
+def _weights_row(ax: Axes, y: float, name: str, first: list[str], lone: str, role: str) -> None:
     """一行：名字，两份里每个 token 的权重，填充画成虚框。"""
     note(ax, 0.1, y + 0.55, name, role=role, size=10.5)
     for i, weight in enumerate(first):

@@ -166,7 +166,13 @@ def brace(ax: Axes, x0: float, x1: float, y: float, text: str, *, role: str = "p
 
 
 def note(
-    ax: Axes, x: float, y: float, text: str, *, role: str = "plain", size: float = 9.5,
+    ax: Axes,
+    x: float,
+    y: float,
+    text: str,
+    *,
+    role: str = "plain",
+    size: float = 9.5,
     align: str = "left",
 ) -> None:
     """一段不带框的说明文字；`align` 为 left、center 或 right。"""
