@@ -9,11 +9,13 @@
 """
 
 import ctypes
+import math
 import platform
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Literal
 
 import torch
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.hardware import bf16_support, compile_support
-from model import GPT, IGNORE_INDEX
+from model import EXPLICIT_MAX_LEN, GPT, IGNORE_INDEX, Attention, rotate
 
 CHUNK_LOGITS = 1 << 23  # 一段 logits 的元素数（bf16 时 16 MiB）：再大就总在等内存，再小矩阵太窄
 
@@ -36,6 +38,8 @@ class StepOptions:
     """用 torch.compile 把逐元素的运算合并"""
     attention: Literal["model", "auto", "sdpa", "explicit"] = "model"
     """注意力怎么算；model 表示听模型自己的设置"""
+    stored_mask: bool = False
+    """显式注意力用存下来的掩码，缩放并进 Q（见 stored_mask_attention）；T 长时不起作用"""
     fused_loss: bool = False
     """输出头与交叉熵合成一步（F.linear_cross_entropy）"""
     one_exp: bool = False
@@ -60,8 +64,8 @@ def best_options(device: str = "cpu") -> tuple[StepOptions, list[str]]:
     if on_cpu and not keeps:
         reasons.append(f"不调分配器：{why_keep}")
     options = StepOptions(
-        bf16=bf16, compile=compiles, attention="auto", fused_loss=True, one_exp=on_cpu,
-        keep_memory=on_cpu and keeps,
+        bf16=bf16, compile=compiles, attention="auto", stored_mask=on_cpu, fused_loss=True,
+        one_exp=on_cpu, keep_memory=on_cpu and keeps,
     )  # fmt: skip
     return options, reasons
 
@@ -90,6 +94,8 @@ def make_step(
         keep_freed_memory()
     if options.attention != "model":
         set_attention(model, options.attention)
+    if options.stored_mask:
+        store_masks(model)
     fused_loss = one_exp_cross_entropy if options.one_exp else options.fused_loss
     forward, update = model, update_weights
     if options.compile:
@@ -122,6 +128,36 @@ def set_attention(model: nn.Module, attention: str) -> None:
         if isinstance(module, GPT):
             for block in module.blocks:
                 block.attn.config = replace(block.attn.config, attention=attention)
+
+
+# --- 存下掩码的注意力 ---
+
+
+def store_masks(model: nn.Module) -> None:
+    """让每一层短序列的注意力改用 `stored_mask_attention`；掩码只有一份，不进检查点。"""
+    for module in model.modules():
+        if isinstance(module, GPT):
+            length = min(module.config.seq_len, EXPLICIT_MAX_LEN)
+            mask = torch.full((length, length), -math.inf, device=module.rope.device).triu(1)
+            for block in module.blocks:
+                block.attn.register_buffer("mask", mask, persistent=False)
+                block.attn.forward = MethodType(stored_mask_attention, block.attn)
+
+
+def stored_mask_attention(self: Attention, x: Tensor, rope: Tensor) -> Tensor:
+    """与 `Attention.forward` 相同的结果；T 太长或不用显式写法时就是它。
+
+    掩码若写在算式里，编译出的内核会为 (B, H, T, T) 的每个元素重新比较一次行号与列号；
+    存成 (T, T) 的张量，就只剩一次相加。1/√head_dim 乘在 Q 上：Q 比分数小，而且能与 RoPE 合并。
+    """
+    B, T, C = x.shape
+    if T > self.mask.size(0) or self.config.attention == "sdpa" or not x.is_cpu:
+        return Attention.forward(self, x, rope)
+    q, k, v = self.qkv(x).view(B, T, 3, self.config.n_head, -1).permute(2, 0, 3, 1, 4)
+    q, k = rotate(q, rope) * q.size(-1) ** -0.5, rotate(k, rope)
+    scores = q @ k.transpose(-2, -1) + self.mask[:T, :T]  # (B, H, T, T)，fp32
+    y = scores.softmax(dim=-1).to(v.dtype) @ v
+    return self.out(y.transpose(1, 2).reshape(B, T, C))
 
 
 # --- 只算一遍 exp 的交叉熵 ---

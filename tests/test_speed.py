@@ -129,7 +129,7 @@ def test_compile_time_is_apart_and_paid_back():
 
 def test_sliced_batch_draws_the_same_windows():
     """两种取 batch 的写法抽到同样的窗口，差别只在时间。"""
-    data = torch.arange(1000, dtype=torch.uint16)
+    data = torch.arange(1000).to(torch.uint16)
     seeds = (torch.Generator().manual_seed(3) for _ in range(2))
     for ours, theirs in zip(sliced_batch(data, 4, 7, next(seeds)),
                             sample_batch(data, 4, 7, next(seeds)), strict=True):  # fmt: skip

@@ -25,9 +25,11 @@ BF16_TOLERANCE = 3e-2  # 相对误差；bf16 有 8 位有效数字，一次舍�
 SWITCHES = {
     "显式注意力": {"attention": "explicit"},
     "SDPA": {"attention": "sdpa"},
+    "存下掩码": {"attention": "explicit", "stored_mask": True},
     "合成交叉熵": {"fused_loss": True},
     "只算一遍 exp": {"fused_loss": True, "one_exp": True},
 }
+FASTEST = {"attention": "auto", "stored_mask": True, "fused_loss": True, "one_exp": True}
 
 
 def tiny(seq_len: int = 24, **overrides) -> GPT:
@@ -79,15 +81,24 @@ def test_head_sizes(head_dim):
     """每个头 8 到 128 维，最快的一组开关（fp32）都给出朴素的一步。"""
     model = tiny(d_model=2 * head_dim)
     x, y = batch(model, 2, 17)
-    fast = one_step(model, x, y, attention="auto", fused_loss=True, one_exp=True)
+    fast = one_step(model, x, y, **FASTEST)
     assert_close(fast, one_step(model, x, y), FP32_TOLERANCE, f"head_dim={head_dim}")
+
+
+def test_long_sequences_fall_back():
+    """超过显式注意力的长度（T = 300）时，存下掩码的写法退回原来的注意力，结果逐位相同。"""
+    model = tiny(seq_len=300)
+    x, y = batch(model, 1, 300)
+    got = one_step(model, x, y, attention="auto", stored_mask=True)
+    plain = one_step(model, x, y, attention="auto")
+    assert torch.equal(got[1], plain[1]), difference(got, plain)
 
 
 def test_masked_targets():
     """七成目标是 −100 时，最快的一组开关给出朴素的 loss 与梯度。"""
     model = tiny()
     x, y = batch(model, 4, 24, masked=0.7)
-    fast = one_step(model, x, y, attention="auto", fused_loss=True, one_exp=True)
+    fast = one_step(model, x, y, **FASTEST)
     assert_close(fast, one_step(model, x, y), FP32_TOLERANCE, "有填充的目标")
 
 
@@ -149,7 +160,7 @@ def test_bf16_step_stays_near_fp32():
     """bf16 的一步，loss 与梯度离朴素 fp32 的一步不超过 3 %。"""
     model = tiny(d_model=64)
     x, y = batch(model, 4, 24, masked=0.2)
-    fast = one_step(model, x, y, bf16=True, attention="auto", fused_loss=True, one_exp=True)
+    fast = one_step(model, x, y, bf16=True, **FASTEST)
     assert_close(fast, one_step(model, x, y), BF16_TOLERANCE, "bf16")
 
 
@@ -225,7 +236,7 @@ def test_compiled_step_gives_the_plain_step(bf16):
     for size, length in ((1, 13), (3, 24)):
         x, y = batch(model, size, length, masked=0.3)
         fast = one_step(
-            model, x, y, bf16=bf16, compile=True, attention="auto", fused_loss=True, one_exp=True
+            model, x, y, bf16=bf16, compile=True, **FASTEST
         )
         tolerance = BF16_TOLERANCE if bf16 else FP32_TOLERANCE
         assert_close(fast, one_step(model, x, y), tolerance, f"bf16={bf16} B={size} T={length}")
