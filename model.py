@@ -148,7 +148,8 @@ class GPT(nn.Module):
         """idx、targets：(B, T) 的 int64，过长抛 ValueError。返回 logits (B, T, V)、loss（nat）。
 
         `reduction="sum"` 给出总和，供按 token 加权的累积使用；目标为 −100 的位置不计入。
-        `fused_loss=True`（或签名相同的函数）把输出头与交叉熵合成一步，不返回 logits，省内存也更快。
+        `fused_loss` 把输出头与交叉熵合成一步，不返回 logits：True 用 F.linear_cross_entropy，
+        也可以给签名相同的函数，如 experiments/step.py 里更快、不留 logits 的那个。
         """
         if idx.size(1) > self.config.seq_len:
             limit = f"{idx.size(1)} 个 token 超过了模型的 seq_len={self.config.seq_len}"
@@ -160,8 +161,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.head(x), None
         target, how = targets.flatten(), {"ignore_index": IGNORE_INDEX, "reduction": reduction}
-        if fused_loss:
-            fused = F.linear_cross_entropy if fused_loss is True else fused_loss
+        if fused := F.linear_cross_entropy if fused_loss is True else fused_loss:
             return None, fused(x.flatten(0, 1), self.head.weight, target, **how)
         logits = self.head(x)  # (B, T, V)
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), target, **how)

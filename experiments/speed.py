@@ -100,7 +100,7 @@ LADDER = (
     Rung("compile", "逐元素的运算合并，少读写几遍内存", "compile", {"compile": True}),
     Rung("显式注意力", "T 短时直接写 softmax(QKᵀ)V 更快", None, {"attention": "auto"}),
     Rung("存下掩码", "掩码不在内核里现算，缩放并进 RoPE", None, {"stored_mask": True}),
-    Rung("合成交叉熵", "输出头与交叉熵一起算，不留 logits", None, {"fused_loss": True}),
+    Rung("合成交叉熵", "输出头与交叉熵一起算，不返回 logits", None, {"fused_loss": True}),
     Rung("只算一遍 exp", "不写出 softmax，反向不再算 exp", None, {"one_exp": True}),
     Rung(
         "+ 更新也编译", "AdamW 已是一次融合的内核，只多了编译", "compile",
