@@ -174,6 +174,11 @@ class Peaks:
     bf16: float | None
     bandwidth: float
 
+    def larger(self, other: "Peaks") -> "Peaks":
+        """逐项取大。"""
+        bf16 = max(self.bf16, other.bf16) if self.bf16 and other.bf16 else None
+        return Peaks(max(self.fp32, other.fp32), bf16, max(self.bandwidth, other.bandwidth))
+
     def row(self) -> dict[str, float]:
         """写进结果的三列，单位 GFLOP/s 与 GB/s；没有 bf16 指令的机器那一列是 nan。"""
         bf16 = self.bf16 / 1e9 if self.bf16 else float("nan")
@@ -199,8 +204,11 @@ def measure_peaks(options: Options) -> Peaks:
 
 def race(
     variants: dict[str, Variant], options: Options, peaks: Peaks
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """交错计时所有变体，返回（一行一个变体的表，首尾两个变体的时间去向）。"""
+) -> tuple[pd.DataFrame, pd.DataFrame, Peaks]:
+    """交错计时所有变体，返回（一行一个变体的表，首尾两个变体的时间去向，实测峰值）。
+
+    峰值在前后各量一次，取大的：机器正忙时量低了的峰值，会让占比虚高。
+    """
     with workers(variants, options.setting()) as team:
         first: dict[str, float] = {}
         for name, worker in team.items():
@@ -217,11 +225,12 @@ def race(
             for name in ends
             for kernel, seconds in team[name].ask("profile")
         ]
+    peaks = peaks.larger(measure_peaks(options))
     rows = [
         summarize(name, variants[name], times[name], first[name], reports[name], options, peaks)
         for name in team
     ]
-    return compare(pd.DataFrame(rows)), pd.DataFrame(breakdown)
+    return compare(pd.DataFrame(rows)), pd.DataFrame(breakdown), peaks
 
 
 def summarize(
@@ -232,12 +241,13 @@ def summarize(
     seconds = median(times)
     tokens = options.batch_size * options.seq_len
     flops = tokens * build_model(options.setting()).flops_per_token(options.seq_len)
+    mfu = flops / seconds / peaks.of(variant)
     quarter, three = pd.Series(times).quantile([0.25, 0.75])
     return {
         "variant": name, "ms": seconds * 1e3, "iqr_ms": (three - quarter) * 1e3,
         "fastest_ms": min(times) * 1e3, "tokens_per_s": tokens / seconds,
         "gflops": flops / seconds / 1e9, "peak_gflops": peaks.of(variant) / 1e9,
-        "mfu": flops / seconds / peaks.of(variant), "bf16": variant.step.bf16,
+        "mfu": mfu if mfu <= 1 else float("nan"), "bf16": variant.step.bf16,
         "memory_mb": (report["peak_memory"] or float("nan")) / 2**20,
         "first_step_s": first, "loss": report["loss"],
     }  # fmt: skip
@@ -349,6 +359,8 @@ def conclusions(table: pd.DataFrame) -> list[str]:
 def report(table: pd.DataFrame, breakdown: pd.DataFrame, skipped: dict[str, str]) -> None:
     """打印表、跳过的理由和结论。"""
     show(table)
+    if table["mfu"].isna().any():
+        print("占峰值超过 100 % 的不报：量峰值时机器被别的程序占用了，请在空闲时重跑")
     for name, reason in skipped.items():
         print(f"跳过 {name}：{reason}")
     for sentence in conclusions(table):
@@ -362,7 +374,7 @@ def report(table: pd.DataFrame, breakdown: pd.DataFrame, skipped: dict[str, str]
 def run_race(options: Options, peaks: Peaks) -> None:
     """默认的四个变体，或整架梯子。"""
     variants, skipped = climb(LADDER, options.threads) if options.ladder else short_list()
-    table, breakdown = race(variants, options, peaks)
+    table, breakdown, peaks = race(variants, options, peaks)
     rungs = {rung.name: rung for rung in LADDER} if options.ladder else {}
     table["keep"] = [name not in rungs or rungs[name].keep for name in table["variant"]]
     table["why"] = [rungs[name].why if name in rungs else "" for name in table["variant"]]

@@ -89,6 +89,16 @@ def test_achieved_flops_and_mfu():
         assert got["mfu"] == pytest.approx(expected), f"{got['mfu']} 应为 {expected}"
 
 
+def test_no_mfu_above_one():
+    """算出的 MFU 超过 100 % 时宁可不报：那是峰值量低了，不是程序快过了硬件。"""
+    options = Options(**SMALL)
+    low = Peaks(fp32=1e6, bf16=None, bandwidth=1e9)
+    report = {"loss": 9.0, "peak_memory": None}
+    got = summarize("x", Variant(), [0.1], 1.0, report, options, low)
+    assert got["mfu"] != got["mfu"], got["mfu"]
+    assert low.larger(PEAKS) == Peaks(fp32=100e9, bf16=None, bandwidth=10e9)
+
+
 def test_attention_is_seven_percent_at_default_length():
     """T = 128 时注意力那一项约占每 token FLOPs 的 7 %，T = 1024 时超过三分之一。"""
     model = GPT(GPTConfig())
