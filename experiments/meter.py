@@ -50,6 +50,10 @@ class Meter:
             self.seconds += time.perf_counter() - self.started
             self.started = None
 
+    def discard(self) -> None:
+        """丢掉上次以来的时间与步数：编译、预热不算速度，也不能成为滑动平均的起点。"""
+        self.seconds, self.steps, self.started = 0.0, 0, None
+
     def read(self) -> dict[str, float]:
         """{"step_ms", "tokens_per_s"}，可信时还有 "mfu"；然后清零。"""
         tokens_per_s = self.steps * self.tokens_per_step / self.seconds

@@ -16,7 +16,7 @@
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ from experiments.recipe import (
 from experiments.run_log import RunLog
 from experiments.snapshot import restore, snapshot
 from experiments.start import Start, choose_start
+from experiments.step import one_exp_cross_entropy
 from experiments.train_options import Options, check
 from experiments.world import Interruption, World, leave_world, start_world
 from model import GPT
@@ -133,6 +134,11 @@ class Run:
     best_loss: float = float("inf")
     evaluated: int = -1  # 最近一次评估在哪一步
     saved: int = -1  # 最近一次存盘在哪一步
+
+    @property
+    def fused_loss(self) -> Callable | bool:
+        """分段算、不留 logits 的交叉熵；F.linear_cross_entropy 的参考实现仍会留下 logits。"""
+        return self.options.fused_loss and one_exp_cross_entropy
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(
@@ -256,7 +262,7 @@ def train_step(
         # 除最后一份外都不通信；no_sync 要罩住前向和反向：DDP 在前向时就决定要不要同步。
         with nullcontext() if last or run.model is run.forward else run.model.no_sync():
             with run.autocast():
-                _, loss = run.model(x, y, reduction="sum", fused_loss=run.options.fused_loss)
+                _, loss = run.model(x, y, reduction="sum", fused_loss=run.fused_loss)
             batch = next(batches)  # 前向已经发出，反向还没开始：读数据与拷贝藏在计算后面
             run.scaler.scale(loss * weight).backward()
         total += loss.detach() * weight / run.world.size
@@ -313,7 +319,7 @@ def evaluate(run: Run) -> dict[str, float]:
             with run.autocast():
                 _, loss = run.forward(
                     to_device(x, world.device), to_device(y, world.device),
-                    reduction="sum", fused_loss=options.fused_loss,
+                    reduction="sum", fused_loss=run.fused_loss,
                 )  # fmt: skip
             sums += torch.tensor((loss.item(), valid_tokens(y)), dtype=torch.float64)
         total, count = world.sum(sums).tolist()
@@ -367,10 +373,10 @@ def report(
     run: Run, log: RunLog | None, meter: Meter, loss: float, norm: float, rate: float, first: bool
 ) -> None:
     """一行日志，到屏幕也到 log.csv；这个进程的第一步含编译与预热，不计入吞吐。"""
-    seconds, speed = meter.seconds, meter.read()
     if first:
-        run.world.say(f"第一步 {seconds:.1f} 秒（含编译与预热），不计入吞吐。")
-        speed = {}
+        run.world.say(f"第一步 {meter.seconds:.1f} 秒（含编译与预热），不计入吞吐。")
+        meter.discard()
+    speed = {} if first else meter.read()
     if run.step % run.options.log_interval:
         return
     memory = peak_memory_gb(run.world.device)

@@ -154,4 +154,5 @@ class Interruption:
         if time.monotonic() > self.deadline:
             self.reason = self.reason or "时限已到"
         wanted = self.world.sum(torch.tensor(int(bool(self.reason)))).item()
-        return self.reason or ("别的进程要停" if wanted else "")
+        # 只看总和：信号若在求和途中到来，reason 已经变了，别的进程却不知道，留到下一步再停。
+        return (self.reason or "别的进程要停") if wanted else ""

@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -35,6 +36,7 @@ from experiments.meter import Meter
 from experiments.options import parse
 from experiments.recipe import learning_rate
 from experiments.train_options import STRUCTURE, Options, check
+from experiments.world import Interruption, World
 from model import GPT, IGNORE_INDEX, GPTConfig
 from tokens.errors import UserError
 
@@ -98,6 +100,7 @@ def test_command_line_over_config_over_preset(tmp_path):
 def test_presets_hold_only_known_keys_of_the_right_type():
     """每个预设的每个键都认识、类型都对（parse 会检查），键都是 dataclass 的字段。"""
     names = {field.name for field in dataclasses.fields(Options)}
+    assert parsed("--preset", "tiny_cpu").device == "cpu"
     for path in PRESETS.glob("*.toml"):
         assert set(tomllib.loads(path.read_text())) <= names, path
         parsed("--preset", path.stem)
@@ -255,6 +258,31 @@ def test_logged_loss_is_the_token_weighted_mean_of_the_whole_step(tmp_path):
     assert abs(last - wanted) > 1e-4, "最后一份的 loss 碰巧相同，这个测试就没有意义"
 
 
+def test_fused_loss_keeps_no_logits_for_the_backward(tmp_path, monkeypatch):
+    """--fused-loss 真的省内存：留给反向的张量没有一个有 logits 那么大；不用时有。"""
+    biggest = {}
+    original = train_gpu.train_step
+
+    def train_step(run, *args):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(t.numel()) or t, lambda t: t
+        ):
+            result = original(run, *args)
+        biggest[run.options.fused_loss] = max(sizes)
+        return result
+
+    monkeypatch.setattr(train_gpu, "train_step", train_step)
+    for fused in (True, False):
+        changes = {"vocab_size": 4096, "micro_batch": 8, "eval_iters": 1, "fused_loss": fused}
+        assert train(tmp_path / str(fused), steps=1, **changes) == 0
+    logits = 8 * 32 * 4096
+    assert biggest[True] < logits <= biggest[False], biggest
+    ours, theirs = (trace(tmp_path / str(fused)) for fused in (True, False))
+    assert abs(ours["loss"][0] - theirs["loss"][0]) < 1e-5
+    assert abs(ours["grad_norm"][0] - theirs["grad_norm"][0]) < 1e-4
+
+
 def uneven(rank: int) -> None:
     """手脚：0 号进程的每个 micro-batch 只留一个有效目标，1 号进程的全留。"""
     original = train_gpu.feed.__globals__["step_batches"]
@@ -392,6 +420,29 @@ def test_mfu_is_a_running_average():
     assert meter.read()["mfu"] == pytest.approx(0.9 * 0.5 + 0.1 * 1.0)
 
 
+def test_first_step_is_not_the_start_of_the_average():
+    """含编译的第一步整个丢掉：之后显示的 MFU 与没有它时相同，而不是从它慢慢爬上来。"""
+    settings = {"flops_per_token": 10**9, "tokens_per_step": 1000, "cards": 1}
+    meter = Meter(device=torch.device("cpu"), **settings, peak_flops=1e12)
+    log = Spoken()
+    run = SimpleNamespace(world=log, step=1, options=SimpleNamespace(log_interval=50))
+    meter.steps, meter.seconds = 1, 100.0
+    train_gpu.report(run, None, meter, 5.0, 1.0, 1e-3, first=True)
+    assert meter.mfu is None and "第一步 100.0 秒" in log.said[0]
+    meter.steps, meter.seconds = 10, 20.0
+    assert meter.read()["mfu"] == pytest.approx(0.5), meter.mfu
+
+
+class Spoken:
+    """只记下说了什么的 World。"""
+
+    def __init__(self) -> None:
+        self.said, self.device, self.master = [], torch.device("cpu"), True
+
+    def say(self, message: str, *, error: bool = False) -> None:
+        self.said.append(message)
+
+
 def test_mfu_is_refused_rather_than_wrong():
     """不认识的设备没有 MFU；算出 104 % 时拒绝显示并说峰值错了，以后也不再显示。"""
     row, meter = metered(500.0, peak_flops=0.0)
@@ -456,6 +507,21 @@ def test_a_signal_saves_and_exits_with_75(straight, tmp_path, monkeypatch, capsy
     assert difference(state(straight, checkpoint.BEST), state(tmp_path, checkpoint.BEST)) == 0.0
     ours, theirs = (pd.read_csv(f / "log.csv")["val_loss"].dropna() for f in (tmp_path, straight))
     assert ours.tolist() == theirs.tolist()
+
+
+def test_a_signal_during_the_agreement_waits_for_the_next_step(monkeypatch):
+    """信号在求和途中到来：这一步谁也不停，下一步一起停；否则一个进程走了，别的永远等它。"""
+    world = World(0, 1, torch.device("cpu"))
+    interruption = Interruption(world)
+    with monkeypatch.context() as patched:
+
+        def late(self, tensor):
+            interruption.reason = "SIGTERM"
+            return tensor
+
+        patched.setattr(World, "sum", late)
+        assert interruption.agreed() == ""
+    assert interruption.agreed() == "SIGTERM"
 
 
 @pytest.mark.slow
