@@ -72,13 +72,13 @@ BASE = Recipe()
 _FAST = replace(BASE, name="fast", change="换成最快的一步，配方不变", fast=True)
 _MUON = replace(
     _FAST, name="muon", change="矩阵用 Muon，词嵌入的学习率放大，batch 减半",
-    optimizer="muon", matrix_lr=0.01, embed_lr=0.02, batch_size=8, steps=390, warmup=10,
+    optimizer="muon", matrix_lr=0.01, embed_lr=0.02, batch_size=8, steps=410, warmup=10,
 )  # fmt: skip
-_EPOCH = replace(_MUON, name="epoch", change="不重复地读数据", order="epoch", steps=350)
+_EPOCH = replace(_MUON, name="epoch", change="不重复地读数据", order="epoch", steps=320)
 _SHAPE = replace(
     _EPOCH, name="schedule", change="残差支路从零开始；不预热，线性降到零；β 改为 0.8、0.99",
     zero_init=True, embed_lr=0.04, warmup=0, decay="linear", decay_share=0.8, betas=(0.8, 0.99),
-    steps=265,
+    steps=250,
 )  # fmt: skip
 RECORD = replace(
     _SHAPE, name="untied", change="输出头单独一个矩阵；为此宽度减到 96，层数减到 2",
