@@ -9,8 +9,8 @@ CPU 上用 gloo，每个进程一块 GPU 时用 nccl。结果写进 results/ddp_
 这里**没有**参数或优化器状态的切分（ZeRO、FSDP）：每个 rank 都有完整的一份。
 """
 
+import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +27,7 @@ from torch.utils.data import DistributedSampler
 
 from experiments.measure import ROOT, print_table, run_main, save_csv
 from experiments.recipe import adamw, evaluate, valid_tokens
+from experiments.world import cannot_join, use_loopback
 from model import GPT, IGNORE_INDEX, GPTConfig
 from tokens import load_tokens, sample_batch
 from tokens.errors import UserError
@@ -90,13 +91,15 @@ def process_group(timeout: float = 120.0) -> Iterator[Rank]:
     if world < 2:
         raise UserError(f"只有 {world} 个进程，没有谁可以对比；请改用：{COMMAND}")
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-    if local_world == world:  # 只有一台机器：gloo 走回环网卡，不必解析主机名
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    use_loopback()  # 只有一台机器：gloo 走回环网卡，不必解析主机名
     gpus = torch.cuda.device_count() >= local_world
     device = torch.device("cuda", local) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout))
+    try:
+        dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout))
+    except (ValueError, RuntimeError) as error:  # 端口被占、连不上
+        raise cannot_join(error) from error
     try:
         yield Rank(dist.get_rank(), world, device)
         dist.barrier()  # 都做完了再一起走：先退出的 rank 会让别人的通信断掉
@@ -439,6 +442,8 @@ def checked(options: Options) -> GPTConfig:
     for name in ("steps", "per_rank", "accumulation"):
         if (value := getattr(options, name)) < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}：至少是 1")
+    if not (math.isfinite(options.lr) and options.lr > 0):
+        raise UserError(f"--lr {options.lr}：要一个大于 0 的有限数")
     try:
         return GPTConfig(d_model=options.d_model, n_head=options.n_head,
                          n_layer=options.n_layer, seq_len=options.seq_len)  # fmt: skip

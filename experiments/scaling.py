@@ -9,6 +9,7 @@
 留下 results/scaling.csv（一行一种大小）和 results/scaling_curve.csv（一行一步）。
 """
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -70,6 +71,11 @@ class Options:
             if getattr(self, name) < 1:
                 flag = name.replace("_", "-")
                 raise UserError(f"--{flag} {getattr(self, name)}：要一个不小于 1 的整数")
+        for name in ("lr", "clip", "warmup", "weight_decay", "seed"):
+            value, positive = getattr(self, name), name in ("lr", "clip")
+            if not math.isfinite(value) or value < 0 or (positive and value == 0):
+                limit = "大于 0" if positive else "不小于 0"
+                raise UserError(f"--{name.replace('_', '-')} {value}：要一个{limit}的有限数")
         for size in self.sizes:
             parse_size(size)
 

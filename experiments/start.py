@@ -1,8 +1,9 @@
 """一次训练从哪里开始：从头、续训，或者已有的权重。"""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -32,18 +33,18 @@ def choose_start(options: Options, given: set[str], world: World) -> Start:
         state = world.together(lambda: checkpoint.read(path))
         if options.init_from == "resume" or checkpoint.same_launch(state):
             return resume(options, given, state, path, world)
+    if options.init_from not in ("scratch", "resume"):  # 结构来自那里，读出来才能查
+        return world.together(lambda: pretrained(options, Path(options.init_from)))
     check(options, world.size)
     if options.init_from == "resume":
         world.say(f"{out_dir} 里没有检查点：从头开始。")
-    if options.init_from not in ("scratch", "resume"):
-        return world.together(lambda: pretrained(options, Path(options.init_from)))
     return Start(options, GPTConfig(**{name: getattr(options, name) for name in STRUCTURE}))
 
 
 def resume(options: Options, given: set[str], state: dict, path: Path, world: World) -> Start:
     """沿用检查点里的选项，只改这次明确写出的；结构永远来自检查点。每处不同都说出来。"""
     world.say(f"从 {path} 的第 {state['step']} 步继续。")
-    saved = Options(**state["config"])
+    saved = rebuild(Options, state["config"], path)
     if "preset" in given and options.preset != saved.preset:
         world.say(f"选项来自检查点（预设 {saved.preset}），预设 {options.preset} 不起作用。")
     changes = {"out_dir": options.out_dir, "init_from": options.init_from}
@@ -58,7 +59,18 @@ def resume(options: Options, given: set[str], state: dict, path: Path, world: Wo
     if merged.optimizer != saved.optimizer:
         raise UserError(f"检查点是用 {saved.optimizer} 训练的，续训不能换成 {merged.optimizer}。")
     check(merged, world.size)
-    return Start(merged, GPTConfig(**state["model_config"]), state["model"], state)
+    config = rebuild(GPTConfig, state["model_config"], path)
+    return Start(merged, config, state["model"], state)
+
+
+def rebuild(kind: type, values: dict, path: Path) -> Any:
+    """由检查点里的字典造回 dataclass；有不认识的键（另一版代码存的）就说出是哪些。"""
+    if unknown := sorted(set(values) - {field.name for field in fields(kind)}):
+        raise UserError(
+            f"{path} 里有这一版不认识的选项 {'、'.join(unknown)}；"
+            "请换用存下它的那一版代码，或从头训练。"
+        )
+    return kind(**values)
 
 
 def pretrained(options: Options, path: Path) -> Start:
@@ -67,7 +79,7 @@ def pretrained(options: Options, path: Path) -> Start:
         config, weights = load_llama(path, options.seq_len)
     elif path.exists():
         state = checkpoint.read(path)
-        config, weights = GPTConfig(**state["model_config"]), state["model"]
+        config, weights = rebuild(GPTConfig, state["model_config"], path), state["model"]
     else:
         raise UserError(
             f"--init-from {path}：没有这个文件或文件夹；可以是 scratch、resume、"

@@ -54,7 +54,7 @@ EXIT_DIVERGED, EXIT_INTERRUPTED = 3, 75  # 75 是 sysexits.h 的 EX_TEMPFAIL：�
 
 def main(options: Options, given: set[str] | None = None) -> int:
     """训练，返回退出码。`given` 是明确给出的选项（续训时只有它们能改检查点里的值），默认全部。"""
-    if options.init_from != "resume":  # 续训时等选项与检查点合并之后再查，同样在分配之前
+    if options.init_from == "scratch":  # 否则结构还要换成检查点的：换好再查，同样在分配之前
         check(options, int(os.environ.get("WORLD_SIZE", 1)))
     world = start_world(options.device)
     try:
@@ -72,8 +72,9 @@ def train(options: Options, given: set[str], world: World) -> int:
     options, out_dir = start.options, Path(start.options.out_dir)
     set_numerics(options, world.device)
     data = world.together(lambda: load_data(options))
-    run = world.together(lambda: build(start, world, data))
-    if start.state is None and (old := world.on_master(lambda: checkpoint.set_aside(out_dir))):
+    fresh, run = start.state is None, world.together(lambda: build(start, world, data))
+    start.state = start.weights = None  # 已经装好；留着就是整个训练都多占一份检查点的内存
+    if fresh and (old := world.on_master(lambda: checkpoint.set_aside(out_dir))):
         world.say(f"{out_dir} 里上一次的结果移到了 {old}（想接着它训练，用 --init-from resume）。")
     announce(run)
     log = world.together(
@@ -149,6 +150,9 @@ class Run:
 def build(start: Start, world: World, data: dict) -> Run:
     """scaler、优化器、编译，然后 DDP，最后把检查点装回去。"""
     options, dtype = start.options, pick_dtype(start.options, world.device)
+    if options.optimizer == "muon" and dtype == torch.float16:
+        raise UserError("--optimizer muon 不能与 float16 同用（两个优化器要一起跳步）；"
+                        "请用 --dtype bfloat16 或 float32。")  # fmt: skip
     torch.manual_seed(options.seed)  # 各进程的初始权重相同
     raw = GPT(start.config)
     if start.weights is not None:

@@ -68,8 +68,8 @@ def check(options: Options, world_size: int) -> int:
             raise UserError(f"--{name.replace('_', '-')} {value}：要一个不小于 {low} 的有限数。")
     if options.lr == 0 or options.min_lr_ratio > 1 or max(options.beta1, options.beta2) >= 1:
         raise UserError("--lr 要大于 0，--min-lr-ratio 不超过 1，--beta1、--beta2 小于 1。")
-    if options.optimizer == "muon" and options.dtype == "float16":
-        raise UserError("--optimizer muon 不能与 float16 同用（两个优化器要一起跳步）；请用 bf16。")
+    if options.seed >= 1 << 63:
+        raise UserError(f"--seed {options.seed}：要小于 2⁶³。")
     try:
         GPTConfig(**{name: getattr(options, name) for name in STRUCTURE})
     except ValueError as error:

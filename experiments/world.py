@@ -17,6 +17,8 @@ from torch import Tensor
 
 from tokens.errors import UserError
 
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # 回环网卡的名字
+
 
 @dataclass(frozen=True)
 class World:
@@ -80,7 +82,11 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     if kind not in ("auto", "cuda") or (number and not number.isdigit()):
         raise UserError(f"--device {name}：只能是 auto、cpu、cuda 或 cuda:N。")
     count = torch.cuda.device_count() if has_cuda else 0
-    needed = int(number) + 1 if number else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if number and processes > 1:
+        crowd = f"--device {name} 会让 {processes} 个进程挤在一张卡上"
+        raise UserError(f"{crowd}；请用 --device cuda，每个进程一张。")
+    needed = int(number) + 1 if number else processes
     if needed > count:
         raise UserError(f"需要 {needed} 张 GPU，这台机器只看到 {count} 张；可用 --device cpu。")
     return torch.device("cuda", int(number or local_rank))
@@ -99,6 +105,22 @@ def attempt_store(size: int) -> dist.Store:
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
+def use_loopback() -> None:
+    """只有一台机器时让 gloo 走回环网卡：它默认解析主机名，解析不了或解析到别处就连不上。"""
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if one_machine and sys.platform != "win32":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+
+
+def cannot_join(error: Exception) -> UserError:
+    """进程组建不起来：端口被占、少了 MASTER_ADDR、连不上。"""
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return UserError(
+        f"进程组建不起来（{where}：{(str(error).splitlines() or [''])[0][:160]}）；"
+        "端口被占就换 --master-port，单机请用 torchrun --standalone。"
+    )
+
+
 def start_world(device_name: str) -> World:
     """有 RANK 就是 torchrun 启动的：加入进程组。GPU 之间用 nccl，CPU 上的张量用 gloo。"""
     device = pick_device(device_name, int(os.environ.get("LOCAL_RANK", 0)))
@@ -106,17 +128,13 @@ def start_world(device_name: str) -> World:
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         return World(0, 1, device)
+    use_loopback()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, store=attempt_store(size), rank=rank, world_size=size)
-    except (KeyError, ValueError, RuntimeError) as error:  # 端口被占、少了 MASTER_ADDR、连不上
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        reason = str(error).split("\n")[0][:160]
-        raise UserError(
-            f"进程组建不起来（{where}：{reason}）；端口被占就换 --master-port，"
-            "单机请用 torchrun --standalone。"
-        ) from error
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise cannot_join(error) from error
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 

@@ -6,6 +6,7 @@
 
 import json
 import os
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -87,11 +88,26 @@ def test_without_torchrun_it_names_the_command(run_script):
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"per_rank": -1}, {"d_model": 65}])
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"per_rank": -1}, {"d_model": 65}, {"lr": -1.0}])
 def test_wrong_options_are_refused(wrong):
     """不能用的选项在加入进程组之前就被拒绝，消息里有给的那个值。"""
     with pytest.raises(UserError, match=str(next(iter(wrong.values())))):
         dt.main(dt.Options(**wrong))
+
+
+def test_a_taken_port_is_one_sentence(monkeypatch):
+    """会合的端口被占：一句话说出地址和怎么办，没有 traceback。"""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+        for name, value in names.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        with pytest.raises(UserError, match=f"127.0.0.1:{port}.*端口被占"), dt.process_group():
+            pass
 
 
 # ---------------------------------------------------------------- 像读者那样运行一次

@@ -17,9 +17,10 @@ from pathlib import Path
 import pandas as pd
 import psutil
 import pytest
-from tiny_training import LOOPBACK, TINY, difference, start, state, trace, train_ranks
+from tiny_training import TINY, difference, start, state, trace, train_ranks
 
 from experiments import checkpoint
+from experiments.world import LOOPBACK
 
 SCRIPT = Path(__file__).resolve().parent.parent / "experiments" / "train_gpu.py"
 EVERY_STEP = {"save_interval": 1}  # 每步都存：一半以上的时间在保存

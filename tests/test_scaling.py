@@ -109,6 +109,16 @@ def test_bad_sizes_are_refused(size):
         parse_size(size)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"lr": -1.0}, {"lr": math.nan}, {"warmup": -1}, {"weight_decay": -1.0}]
+)
+def test_meaningless_hyperparameters_are_refused(wrong):
+    """负的或不是数的学习率、预热、权重衰减：训练之前一句话拒绝，说出选项与给的值。"""
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(UserError, match=f"--{name.replace('_', '-')} {value}"):
+        Options(**wrong)
+
+
 def test_too_few_steps_are_refused(run_script):
     """步数不够四个检查点时，脚本只说一句话，退出码 2，没有 traceback。"""
     done = run_script("experiments/scaling.py", "--steps", 3)

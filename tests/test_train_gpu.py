@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,6 @@ import pandas as pd
 import pytest
 import torch
 from tiny_training import (
-    LOOPBACK,
     TINY,
     difference,
     free_port,
@@ -36,7 +36,7 @@ from experiments.meter import Meter
 from experiments.options import parse
 from experiments.recipe import learning_rate
 from experiments.train_options import STRUCTURE, Options, check
-from experiments.world import Interruption, World
+from experiments.world import LOOPBACK, Interruption, World, pick_device, use_loopback
 from model import GPT, IGNORE_INDEX, GPTConfig
 from tokens.errors import UserError
 
@@ -127,6 +127,7 @@ def test_presets_hold_only_known_keys_of_the_right_type():
         (["--decay-steps", "0"], "--decay-steps 0"),
         (["--warmup-steps", "-1"], "--warmup-steps -1"),
         (["--beta2", "1"], "--beta2"),
+        (["--seed", str(2**64)], "--seed 18446744073709551616"),
         (["--d-model", "65"], "d_model"),
         (["--micro-batch", "48"], "整除"),
         (["--global-batch-tokens", "1000"], "micro-batch"),
@@ -386,6 +387,37 @@ def test_precision_is_what_was_asked(monkeypatch, asked, hardware_has_bf16, devi
     assert train_gpu.pick_dtype(Options(dtype=asked), torch.device(device)) is wanted
 
 
+def test_muon_refuses_the_fp16_that_auto_chose(tmp_path, monkeypatch):
+    """--dtype auto 在旧 GPU 上选 fp16：与 muon 同用时也拒绝，不只看命令行写了什么。"""
+    monkeypatch.setattr(train_gpu, "pick_dtype", lambda *_: torch.float16)
+    with pytest.raises(UserError, match="muon 不能与 float16"):
+        train(tmp_path, steps=1, optimizer="muon", dtype="auto")
+
+
+def test_one_card_for_many_processes_is_refused(monkeypatch):
+    """torchrun 两个进程都写 --device cuda:0：拒绝，而不是挤在一张卡上。"""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("cuda:1", 0) == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert pick_device("cuda", 1) == torch.device("cuda", 1)
+    with pytest.raises(UserError, match="2 个进程挤在一张卡"):
+        pick_device("cuda:0", 1)
+
+
+@pytest.mark.parametrize(("here", "wanted"), [("2", LOOPBACK), ("1", None), (None, None)])
+def test_loopback_only_on_a_single_machine(monkeypatch, here, wanted):
+    """一台机器上 gloo 走回环网卡；两台机器、不知道几台时都不动。"""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # 测试之后恢复
+    for name, value in (("GLOO_SOCKET_IFNAME", None), ("WORLD_SIZE", "2"),
+                        ("LOCAL_WORLD_SIZE", here)):  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+        if value:
+            monkeypatch.setenv(name, value)
+    use_loopback()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == wanted
+
+
 @pytest.mark.slow
 def test_only_fp16_is_scaled(tmp_path, monkeypatch, capsys):
     """bf16 不用 scaler；CPU 没有 bf16 指令时照做，但说它只会更慢。"""
@@ -558,6 +590,34 @@ def test_explicit_hyperparameters_win_on_resume(tmp_path):
     assert state(tmp_path)["optimizer"][0]["state"][0]["step"] == 6
 
 
+def test_a_checkpoint_of_another_revision_names_the_keys(tmp_path):
+    """检查点里有这一版没有的选项：说出是哪些，而不是 TypeError。"""
+    assert train(tmp_path, steps=1) == 0
+    for part in ("config", "model_config"):
+        saved = state(tmp_path)
+        saved[part]["dropout"] = 0.1
+        checkpoint.save(tmp_path / part, saved)
+        with pytest.raises(UserError, match="不认识的选项 dropout"):
+            train(tmp_path / part, init_from="resume")
+
+
+def test_loaded_state_is_dropped(straight, tmp_path, monkeypatch):
+    """检查点装好之后就放手：训练途中不再占一份内存。"""
+    starts, loop = [], train_gpu.loop
+    choose = train_gpu.choose_start
+    monkeypatch.setattr(
+        train_gpu, "choose_start", lambda *a: starts.append(choose(*a)) or starts[0]
+    )
+
+    def looked(run, *args):
+        assert run.step == 40 and starts[0].state is None and starts[0].weights is None
+        return loop(run, *args)
+
+    monkeypatch.setattr(train_gpu, "loop", looked)
+    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+    assert train(tmp_path, init_from="resume") == 0
+
+
 @pytest.mark.slow
 def test_resume_without_a_checkpoint_starts_and_says_so(tmp_path, capsys):
     """抢占式机器的启动命令可以永远写 --init-from resume：第一次没有检查点，就说明并从头开始。"""
@@ -607,9 +667,9 @@ def test_broken_last_falls_back_and_recovers(straight, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_start_from_our_own_weights(straight, tmp_path):
-    """--init-from 检查点.pt 只取权重：步数从 0 开始，结构来自检查点。"""
+    """--init-from 检查点.pt 只取权重：步数从 0 开始，结构来自检查点，不合理的预设结构不碍事。"""
     path = str(straight / "best.pt")
-    assert train(tmp_path, steps=1, init_from=path, d_model=64, n_head=4) == 0
+    assert train(tmp_path, steps=1, init_from=path, d_model=63, seq_len=1024) == 0
     log = pd.read_csv(tmp_path / "log.csv")
     assert log["step"].tolist()[0] == 0 and state(tmp_path)["config"]["d_model"] == 32
     best = state(straight, checkpoint.BEST)["best_loss"]

@@ -14,11 +14,10 @@ import torch
 
 from experiments import checkpoint, train_gpu
 from experiments.train_options import Options
+from experiments.world import LOOPBACK
 
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["torch", "experiments.train_gpu", "tiny_training"])
-
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # gloo 走回环网卡，不靠主机名解析
 
 # 28,832 个参数；一步 16 个序列：单进程累积 4 次，两个进程各 2 次。
 TINY = {
