@@ -23,6 +23,7 @@ from tokens.files import atomic_write, fsync_path
 
 FORMAT = 1  # 内容的版本；改了含义就加一，旧程序遇到新文件会明说，而不是猜
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
+LAUNCHED = ".launched"  # 在：这次 torchrun 已经把旧的一轮移开，此后的检查点都是它自己的
 WRAPPERS = ("_orig_mod.", "module.")  # torch.compile 与 DDP 加在参数名前面的前缀
 
 
@@ -100,6 +101,8 @@ def prepare(folder: Path, say: Callable[[str], None] = print) -> Path | None:
         probe.write_bytes(b"")
         probe.unlink()
         sweep(folder)
+        if restart_count() == 0:  # 一次新的启动
+            (folder / LAUNCHED).unlink(missing_ok=True)
         return newest(folder, say)
     except OSError as error:
         raise UserError(
@@ -114,11 +117,19 @@ def sweep(folder: str | os.PathLike) -> None:
 
 
 def set_aside(folder: str | os.PathLike) -> Path | None:
-    """从头训练之前，把文件夹里旧的一轮移进 `old-1`、`old-2`……；没有旧的就返回 None。"""
+    """从头训练之前，把文件夹里旧的一轮移进 `old-1`、`old-2`……；没有旧的就返回 None。
+
+    移完才留下标记：在那之前死掉，重启的进程就知道文件夹里的检查点还是上一轮的。
+    """
     folder = Path(folder)
     old = [path for name in (LAST, PREVIOUS, BEST, "log.csv") if (path := folder / name).exists()]
-    if not old:
-        return None
+    target = move_aside(folder, old) if old else None
+    (folder / LAUNCHED).touch()
+    return target
+
+
+def move_aside(folder: Path, old: list[Path]) -> Path:
+    """把 `old` 移进第一个还没有的 old-N，返回它。"""
     number = 1
     while (target := folder / f"old-{number}").exists():
         number += 1
@@ -186,11 +197,16 @@ def newest(folder: str | os.PathLike, say: Callable[[str], None] = print) -> Pat
     return None
 
 
-def same_launch(state: dict) -> bool:
+def restart_count() -> int:
+    """torchrun 已经重启了几次；不在 torchrun 之下是 0。"""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def same_launch(state: dict, folder: str | os.PathLike) -> bool:
     """检查点是否由同一次 torchrun 写下：是，就是它在重启我们（或成员有变动），应当接着走。"""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if run_id == "none":  # 没有给 --rdzv-id，也不是 --standalone：只能看重启的次数
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if run_id == "none":  # 没有给 --rdzv-id，也不是 --standalone：看重启的次数与标记
+        return restart_count() > 0 and (Path(folder) / LAUNCHED).exists()
     return run_id == state["run_id"]
 
 

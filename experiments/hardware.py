@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -51,11 +52,19 @@ def bf16_support(device: str = "cpu") -> tuple[bool, str]:
     return False, "CPU 没有 bf16 指令（AVX512-BF16、AMX 或 ARM 的 bf16）"
 
 
-def compile_support() -> tuple[bool, str]:
-    """torch.compile 能否用，以及理由；CPU 后端要一个 C++ 编译器。"""
+def compile_support(device: str = "cpu") -> tuple[bool, str]:
+    """torch.compile 能否用，以及理由；CPU 后端要一个 C++ 编译器，CUDA 后端要 Triton。"""
+    if torch.device(device).type == "cuda":
+        if find_spec("triton") is None:
+            return False, "没有装 Triton；torch.compile 在 GPU 上用它生成内核"
+        if torch.cuda.get_device_capability() < (7, 0):
+            return False, "这块 GPU 早于 Volta（计算能力不到 7.0），Triton 不支持"
+        return True, "torch.compile 用 Triton 编译"
     if sys.platform == "win32":
         return False, "Windows 上 torch.compile 需要 MSVC，这里不依赖它"
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
+    if compiler and " " in compiler and shutil.which(compiler) is None:  # 例如 "ccache g++"
+        return False, f"CXX={compiler}：torch.compile 只认一个程序名，不认带参数的；请改 CXX"
     if compiler is None or shutil.which(compiler) is None:
         return False, "找不到 C++ 编译器（g++ 或 clang++）；装上后 torch.compile 即可用"
     return True, f"torch.compile 用 {compiler} 编译"

@@ -23,6 +23,7 @@ class Start:
     config: GPTConfig
     weights: dict[str, Tensor] | None = None
     state: dict | None = None
+    foreign: bool = False  # 权重来自别人的模型：它的分词器多半不是我们的
 
 
 def choose_start(options: Options, given: set[str], world: World) -> Start:
@@ -31,7 +32,7 @@ def choose_start(options: Options, given: set[str], world: World) -> Start:
     path = world.on_master(lambda: checkpoint.prepare(out_dir, world.say))
     if path is not None:
         state = world.together(lambda: checkpoint.read(path))
-        if options.init_from == "resume" or checkpoint.same_launch(state):
+        if options.init_from == "resume" or checkpoint.same_launch(state, out_dir):
             return resume(options, given, state, path, world)
     if options.init_from not in ("scratch", "resume"):  # 结构来自那里，读出来才能查
         return world.together(lambda: pretrained(options, Path(options.init_from)))
@@ -75,8 +76,10 @@ def rebuild(kind: type, values: dict, path: Path) -> Any:
 
 def pretrained(options: Options, path: Path) -> Start:
     """只取权重，步数从 0 开始：Llama 文件夹，或者我们自己的检查点。结构也来自那里。"""
+    foreign = False
     if path.is_dir():
         config, weights = load_llama(path, options.seq_len)
+        foreign = True
     elif path.exists():
         state = checkpoint.read(path)
         config, weights = rebuild(GPTConfig, state["model_config"], path), state["model"]
@@ -87,4 +90,14 @@ def pretrained(options: Options, path: Path) -> Start:
         )
     options = replace(options, **{name: getattr(config, name) for name in STRUCTURE})
     check(options, int(os.environ.get("WORLD_SIZE", 1)))
-    return Start(options, config, weights)
+    return Start(options, config, weights, foreign=foreign)
+
+
+def compare_vocabulary(start: Start, data: dict, world: World) -> None:
+    """外来的权重与数据词表不同大时大声说：同一个 id 在两边不是同一个词，预训练等于没有。"""
+    ours, theirs = data["meta"].get("vocab_size"), start.config.vocab_size
+    if start.foreign and ours not in (None, theirs):
+        world.say(
+            f"警告：权重的词表有 {theirs} 个词条，数据的分词器只有 {ours} 个，不是同一个分词器；"
+            "请用原模型的分词器准备 --data。", error=True,
+        )  # fmt: skip

@@ -26,19 +26,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments import checkpoint, hardware
-from experiments.batches import feed, load_data, stream, to_device, windows
+from experiments.batches import feed, load_data, stream, to_device, to_host, windows
 from experiments.meter import Meter, peak_memory_gb
 from experiments.options import parse
-from experiments.recipe import (
-    adamw,
-    learning_rate,
-    muon_and_adamw,
-    set_learning_rate,
-    valid_tokens,
-)  # fmt: skip
-from experiments.run_log import RunLog
+from experiments.recipe import adamw, learning_rate, muon_and_adamw, set_learning_rate, valid_tokens
+from experiments.run_log import RunLog, announce
 from experiments.snapshot import restore, snapshot
-from experiments.start import Start, choose_start
+from experiments.start import Start, choose_start, compare_vocabulary
 from experiments.step import one_exp_cross_entropy
 from experiments.train_options import Options, check
 from experiments.world import Interruption, World, leave_world, start_world
@@ -46,6 +40,7 @@ from model import GPT
 from tokens.errors import UserError
 
 PRESETS = Path(__file__).parent / "presets"
+MIN_SCALE = 1e-3  # fp16 的损失缩放比例低于它就停
 EXIT_DIVERGED, EXIT_INTERRUPTED = 3, 75  # 75 是 sysexits.h 的 EX_TEMPFAIL：稍后再试
 
 
@@ -72,6 +67,7 @@ def train(options: Options, given: set[str], world: World) -> int:
     options, out_dir = start.options, Path(start.options.out_dir)
     set_numerics(options, world.device)
     data = world.together(lambda: load_data(options))
+    compare_vocabulary(start, data, world)
     fresh, run = start.state is None, world.together(lambda: build(start, world, data))
     start.state = start.weights = None  # 已经装好；留着就是整个训练都多占一份检查点的内存
     if fresh and (old := world.on_master(lambda: checkpoint.set_aside(out_dir))):
@@ -169,39 +165,23 @@ def build(start: Start, world: World, data: dict) -> Run:
         optimizers = muon_and_adamw(raw, options.lr, betas=betas, weight_decay=decay)
     else:
         optimizers = [adamw(raw, options.lr, betas=betas, weight_decay=decay)]
-    possible, reason = hardware.compile_support()
+    possible, reason = hardware.compile_support(world.device.type)
     if options.compile and not possible:
         world.say(f"不编译，用 eager：{reason}。")
     forward = torch.compile(raw) if options.compile and possible else raw  # 第一次前向才真的编译
     model = forward
     if torch.distributed.is_initialized():
         cards = [world.device.index] if world.device.type == "cuda" else None
-        model = DistributedDataParallel(forward, device_ids=cards, gradient_as_bucket_view=True)
+        # 唯一的缓冲区 RoPE 表是常数，不必每次广播。先编译、后包 DDP：编译出的反向是一整张图，
+        # 桶要等它算完才发出，通信与反向很少重叠（eager 才重叠）；换来的是评估不必经过 DDP。
+        model = DistributedDataParallel(
+            forward, device_ids=cards, gradient_as_bucket_view=True, forward_sync_buffers=False
+        )
     run = Run(options, world, data, dtype, raw, forward, model, optimizers, scaler,
               accumulation=check(options, world.size))  # fmt: skip
     if start.state is not None:
         restore(run, start.state)
     return run
-
-
-def announce(run: Run) -> None:
-    """开头打印全部选项和由它们推出来的量：日志要能单独看懂。"""
-    options, world = run.options, run.world
-    for name, value in asdict(options).items():
-        world.say(f"{name} = {value}")
-    supported, reason = hardware.bf16_support(world.device.type)
-    if run.dtype == torch.bfloat16 and not supported:
-        world.say(f"注意：{reason}，bf16 只会更慢；可以用 --dtype float32。")
-    if options.steps > options.decay_steps:
-        world.say(f"注意：学习率在第 {options.decay_steps} 步降到最低，此后不变（--decay-steps）。")
-    sequences = options.global_batch_tokens // options.seq_len
-    world.say(
-        f"模型 {run.raw.num_params():,} 个参数；{world.device}，{str(run.dtype)[6:]}，"
-        f"{'编译' if run.forward is not run.raw else 'eager'}，{world.size} 个进程。\n"
-        f"全局 batch：{sequences} 个序列 × {options.seq_len} = {options.global_batch_tokens:,} 个 "
-        f"token = micro {options.micro_batch} × {world.size} 个进程 × 累积 "
-        f"{run.accumulation} 次；训练集有 {len(run.data['train']):,} 个 token。"
-    )
 
 
 # ---------------------------------------------------------------- 循环
@@ -234,10 +214,11 @@ def loop(run: Run, log: RunLog | None, interruption: Interruption) -> int:
         loss, norm, batch = train_step(run, batches, batch)
         if pending:
             require_finite(run, *pending)  # 查上一步的：这一步已经排进队列，等待不让 GPU 空转
-        pending = run.step, loss, norm
+        pending = run.step, *to_host(loss, norm)
         run.step, meter.steps = run.step + 1, meter.steps + 1
         if run.step == begun + 1 or run.step % options.log_interval == 0:
             require_finite(run, *pending)
+            require_scale(run)
             pending = None
             meter.stop()
             report(run, log, meter, loss.item(), norm.item(), rate, first=run.step == begun + 1)
@@ -267,7 +248,7 @@ def train_step(
         with nullcontext() if last or run.model is run.forward else run.model.no_sync():
             with run.autocast():
                 _, loss = run.model(x, y, reduction="sum", fused_loss=run.fused_loss)
-            batch = next(batches)  # 前向已经发出，反向还没开始：读数据与拷贝藏在计算后面
+            batch = next(batches)  # 前向已经发出：GPU 在算，CPU 读下一份（拷贝仍排在计算之后）
             run.scaler.scale(loss * weight).backward()
         total += loss.detach() * weight / run.world.size
     for optimizer in run.optimizers:
@@ -286,9 +267,11 @@ class Diverged(Exception):
     """loss 或梯度不是有限数；消息给出步数、数据位置和最后一个好的检查点。"""
 
 
-def require_finite(run: Run, step: int, loss: Tensor, norm: Tensor) -> None:
-    """第 `step` 步的 loss 或梯度范数不是有限数就停；fp16 的溢出由 scaler 跳过，不算。"""
-    values = torch.stack((loss, norm.to(loss.device))).tolist()  # 一次同步
+def require_finite(run: Run, step: int, pair: Tensor, copied: torch.cuda.Event | None) -> None:
+    """第 `step` 步的 (loss, 梯度范数) 有一个不是有限数就停；fp16 的溢出由 scaler 跳过，不算。"""
+    if copied:
+        copied.synchronize()
+    values = pair.tolist()
     if all(map(math.isfinite, values[: 1 if run.scaler.is_enabled() else 2])):
         return
     first = step * run.options.global_batch_tokens // run.options.seq_len
@@ -299,6 +282,13 @@ def require_finite(run: Run, step: int, loss: Tensor, norm: Tensor) -> None:
         f"数据位置：种子 {run.options.seed} 的第 {first}–{last} 个序列；最后一个好的检查点："
         f"{good if run.saved >= 0 else '还没有'}。可以从它续训，并调低 --lr 或检查这段数据。"
     )
+
+
+def require_scale(run: Run) -> None:
+    """fp16 的比例从 65536 一路减半到这么小：二十几步连着溢出，权重早已不再更新。"""
+    if (scale := run.scaler.get_scale()) < MIN_SCALE:
+        raise Diverged(f"到第 {run.step} 步，fp16 的梯度仍然每步溢出（比例已减到 {scale:.1e}），"
+                       "权重没有更新；请调低 --lr，或用 --dtype bfloat16、float32。")  # fmt: skip
 
 
 # ---------------------------------------------------------------- 评估与检查点
@@ -406,7 +396,7 @@ def finish(run: Run, stop: str) -> int:
         lost = f"第 {run.step} 步没有存成，最后存下的是第 {run.saved} 步：{last}。"
         run.world.say(lost, error=True)
         return 2
-    if run.step >= run.options.steps:
+    if run.step >= run.options.steps and not stop:  # 正好在最后一步被打断：评估还没做，不算走完
         run.world.say(f"完成：{run.step} 步，验证 loss 最低 {run.best_loss:.4f}，检查点 {last}。")
         return 0
     run.world.say(f"{stop}：停在第 {run.step} 步，已存到 {last}；用 --init-from resume 继续。")

@@ -35,6 +35,8 @@ from experiments.batches import step_batches, stream, windows
 from experiments.meter import Meter
 from experiments.options import parse
 from experiments.recipe import learning_rate
+from experiments.run_log import RunLog
+from experiments.start import Start
 from experiments.train_options import STRUCTURE, Options, check
 from experiments.world import LOOPBACK, Interruption, World, pick_device, use_loopback
 from model import GPT, IGNORE_INDEX, GPTConfig
@@ -366,8 +368,30 @@ def test_all_ranks_skip_an_overflow_together(tmp_path):
     assert all(map(torch.equal, before["model"].values(), after["model"].values()))
 
 
-def test_evaluation_is_the_same_for_any_number_of_ranks(straight, tmp_path):
-    """验证用固定的 batch：同样的权重重新评估，loss 一字不差；评估之后模型回到训练状态。"""
+@pytest.mark.slow
+def test_evaluation_is_the_same_for_any_number_of_ranks(tmp_path):
+    """3 个验证 batch 由 1 或 2 个进程分摊、有效 token 数不等：同样的权重，loss 差 < 1e-6。"""
+    losses = {}
+    for size in (1, 2):
+        folder, changes = tmp_path / str(size), {"eval_iters": 3, "ignore_token": 7, "steps": 1}
+        assert train_ranks(size, folder, still_training, **changes) == [0] * size
+        losses[size] = pd.read_csv(folder / "log.csv")["val_loss"].iloc[0]
+    assert abs(losses[1] - losses[2]) < 1e-6 and abs(losses[1] - math.log(256)) < 0.1, losses
+
+
+def still_training(rank: int) -> None:
+    """手脚：每一步都核对，评估之后模型回到了训练状态。"""
+    original = train_gpu.train_step
+
+    def train_step(run, *args):
+        assert run.raw.training and run.model.training
+        return original(run, *args)
+
+    train_gpu.train_step = train_step
+
+
+def test_evaluations_and_best_agree(straight):
+    """每 10 步评估一次，连同第 0 步与最后一步；best 就是验证 loss 最低的那一步。"""
     log = pd.read_csv(straight / "log.csv").dropna(subset="val_loss")
     assert log["step"].tolist() == [0, 10, 20, 30, 40]
     assert abs(log["val_loss"].iloc[0] - math.log(256)) < 0.1
@@ -557,6 +581,17 @@ def test_a_signal_during_the_agreement_waits_for_the_next_step(monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_signal_at_the_very_last_step_leaves_the_evaluation_to_the_resume(tmp_path, monkeypatch):
+    """信号正好在最后一步到来：来不及评估，所以不算走完（75）；续训只补上评估，以 0 退出。"""
+    with monkeypatch.context() as patched:
+        interrupt_at(7, signal.SIGTERM, patched)
+        assert train(tmp_path, steps=7) == 75
+    assert train(tmp_path, steps=7, init_from="resume") == 0
+    log = pd.read_csv(tmp_path / "log.csv").dropna(subset="val_loss")
+    assert log["step"].tolist() == [0, 7] and len(trace(tmp_path)) == 7
+
+
+@pytest.mark.slow
 def test_time_limit_stops_like_a_signal(tmp_path):
     """--time-limit 到了也是存好、退出码 75。"""
     assert train(tmp_path, steps=10**6, decay_steps=10**6, time_limit=0.01) == 75
@@ -651,6 +686,17 @@ def test_a_restart_by_torchrun_resumes_by_itself(straight, tmp_path, monkeypatch
     assert not (tmp_path / "old-2").exists()
 
 
+def test_a_launch_that_died_before_setting_aside_does_not_adopt_the_old_run(tmp_path, monkeypatch):
+    """没有 run id 时：移开旧的一轮之前就死了，重启的进程从头开始；移开之后的重启才接着走。"""
+    assert train(tmp_path, steps=3) == 0  # 上一轮
+    checkpoint.prepare(tmp_path)  # 新的启动，还没有移开就死了
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train(tmp_path, steps=1) == 0
+    assert state(tmp_path)["step"] == 1 and state(tmp_path / "old-1")["step"] == 3
+    assert train(tmp_path, steps=2) == 0
+    assert trace(tmp_path)["step"].tolist() == [1, 2] and not (tmp_path / "old-2").exists()
+
+
 @pytest.mark.slow
 def test_broken_last_falls_back_and_recovers(straight, tmp_path, capsys):
     """last 坏了：说出来，从 previous 重走那一段，最后仍与没坏过逐位相等。"""
@@ -706,6 +752,22 @@ def test_divergence_stops_and_saves_nothing_ruined(tmp_path, monkeypatch, capsys
         assert needed in message, message
     saved = state(tmp_path)
     assert saved["step"] == 10 and all(t.isfinite().all() for t in tensors(saved))
+
+
+def test_endless_fp16_overflow_stops(tmp_path, monkeypatch, capsys):
+    """fp16 的梯度步步溢出：比例减到 1e-3 以下就停，退出码 3，而不是白走到底。"""
+    original = train_gpu.train_step
+
+    def train_step(run, *args):
+        hook = run.raw.norm.weight.register_hook(lambda grad: grad * float("inf"))
+        result = original(run, *args)
+        hook.remove()
+        return result
+
+    monkeypatch.setattr(train_gpu, "train_step", train_step)
+    assert train(tmp_path, dtype="float16", log_interval=10) == 3
+    message = capsys.readouterr().err
+    assert "到第 30 步" in message and "每步溢出" in message, message
 
 
 @pytest.mark.slow
@@ -786,7 +848,7 @@ def test_port_in_use_is_one_sentence(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_no_compiler_falls_back_to_eager_and_says_why(tmp_path, monkeypatch, capsys):
     """没有编译器：用 eager，并说原因。"""
-    monkeypatch.setattr(hardware, "compile_support", lambda: (False, "找不到 C++ 编译器"))
+    monkeypatch.setattr(hardware, "compile_support", lambda *_: (False, "找不到 C++ 编译器"))
     assert train(tmp_path, steps=1, compile=True) == 0
     said = capsys.readouterr().out
     assert "不编译，用 eager：找不到 C++ 编译器" in said and "eager，1 个进程" in said
@@ -880,7 +942,7 @@ def test_compiled_resume_is_bitwise_and_interchangeable(straight, tmp_path):
 
 
 @pytest.mark.slow
-def test_starts_from_a_llama_folder(tmp_path):
+def test_starts_from_a_llama_folder(tmp_path, capsys):
     """transformers 存下的 Llama 文件夹：装进来的模型 logits 相等（1e-5），训练从那里开始。"""
     transformers = pytest.importorskip("transformers")
     from experiments.pretrained import load_llama
@@ -902,6 +964,12 @@ def test_starts_from_a_llama_folder(tmp_path):
         gap = (ours(x)[0] - theirs(x).logits).abs().max().item()
     assert gap < 1e-5 and ours_config.rope_theta == 5000.0, gap
     assert train(tmp_path / "run", steps=2, init_from=str(tmp_path / "llama")) == 0
+    assert "分词器" not in capsys.readouterr().err  # synthetic 没有词表，无从比较
+    tokens, other = torch.randint(200, (3000,), dtype=torch.int32), tmp_path / "tokens.pt"
+    torch.save({"train": tokens, "val": tokens[:500], "meta": {"vocab_size": 200}}, other)
+    changes = {"init_from": str(tmp_path / "llama"), "data": str(other)}
+    assert train(tmp_path / "other", steps=1, **changes) == 0
+    assert "256 个词条，数据的分词器只有 200 个" in capsys.readouterr().err
     saved = state(tmp_path / "run")
     assert saved["config"]["d_model"] == 64 and saved["model_config"]["norm_eps"] == 1e-6
     assert train(tmp_path / "run", steps=3, init_from="resume") == 0
@@ -935,6 +1003,51 @@ def test_folders_that_do_not_fit_say_why(tmp_path):
             load_llama(folder, 32)
     with pytest.raises(UserError, match="config.json"):
         load_llama(tmp_path / "nowhere", 32)
+
+
+def test_log_keeps_every_digit_of_the_token_count(tmp_path):
+    """10 亿以上的 token 数一位不差；小数仍是 9 位有效数字。"""
+    log = RunLog(tmp_path)
+    log.write(step=1, tokens=123_456_789_012, loss=1 / 3)
+    log.close()
+    line = (tmp_path / "log.csv").read_text().splitlines()[1]
+    assert line.startswith("1,123456789012,0.333333333,"), line
+
+
+def test_ddp_does_not_broadcast_the_constant_table(two_ranks_options):
+    """DDP 不在每次前向时广播缓冲区：唯一的缓冲区是常数。"""
+    assert two_ranks_options["forward_sync_buffers"] is False, two_ranks_options
+
+
+@pytest.fixture
+def two_ranks_options(tmp_path, monkeypatch) -> dict:
+    """build 交给 DDP 的选项。"""
+    seen: dict = {}
+
+    def wrap(module, **options):
+        seen.update(options)
+        return module
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(train_gpu, "DistributedDataParallel", wrap)
+    options = tiny(tmp_path)
+    config = GPTConfig(**{name: getattr(options, name) for name in STRUCTURE})
+    data = {"train": torch.zeros(100), "meta": {}}
+    train_gpu.build(Start(options, config), World(0, 1, torch.device("cpu")), data)
+    return seen
+
+
+def test_compile_support_looks_at_the_device(monkeypatch):
+    """GPU 上要的是 Triton 和 Volta 以后的卡；CPU 上 CXX 不能带参数（PyTorch 不认），说明白。"""
+    for capability, wanted in (((6, 1), False), ((8, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        monkeypatch.setattr(hardware, "find_spec", lambda _: True)
+        assert hardware.compile_support("cuda")[0] is wanted
+    monkeypatch.setattr(hardware, "find_spec", lambda _: None)
+    assert "Triton" in hardware.compile_support("cuda")[1]
+    monkeypatch.setenv("CXX", "ccache g++")
+    works, reason = hardware.compile_support()
+    assert not works and "CXX=ccache g++" in reason, reason
 
 
 @pytest.mark.slow
