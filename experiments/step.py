@@ -1,6 +1,7 @@
 """一步训练：前向、反向、裁剪、更新，以及让它更快的几个开关。
 
-`speed` 一章逐个量这些开关，`scaling`、`speedrun`、`train_gpu` 用量出来最快的那一组。
+`speed` 一章逐个量这些开关，`scaling`、`speedrun` 用量出来最快的那一组；`train_gpu` 自己写循环，
+只取其中两个函数：`one_exp_cross_entropy`（--fused-loss）与 `keep_freed_memory`（CPU 上）。
 每个开关只改变怎么算，不改变算什么：`tests/test_step.py` 逐个与朴素的一步比较。
 
     options, reasons = best_options()

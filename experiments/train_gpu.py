@@ -33,7 +33,7 @@ from experiments.recipe import adamw, learning_rate, muon_and_adamw, set_learnin
 from experiments.run_log import RunLog, announce
 from experiments.snapshot import restore, snapshot
 from experiments.start import Start, choose_start, compare_vocabulary
-from experiments.step import one_exp_cross_entropy
+from experiments.step import keep_freed_memory, one_exp_cross_entropy
 from experiments.train_options import Options, check
 from experiments.world import Interruption, World, leave_world, start_world
 from model import GPT
@@ -101,10 +101,12 @@ def pick_dtype(options: Options, device: torch.device) -> torch.dtype:
 
 
 def set_numerics(options: Options, device: torch.device) -> None:
-    """剩下的 fp32 矩阵乘法交给 TF32；CPU 上总用确定性算法，编译后的续训才能逐位相等。"""
+    """剩下的 fp32 矩阵乘法交给 TF32；CPU 上留住内存，总用确定性算法（编译后的续训才逐位相等）。"""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    else:
+        keep_freed_memory()
     torch.use_deterministic_algorithms(options.deterministic or device.type == "cpu")
     torch.utils.deterministic.fill_uninitialized_memory = False  # 只为查错，白花时间
 

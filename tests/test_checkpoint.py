@@ -1,7 +1,6 @@
 """检查点文件的断言：任何时刻被杀、写满、损坏，都还有一份好的。"""
 
 import os
-import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -167,6 +166,7 @@ def test_numpy_objects_are_refused_when_saving_not_when_resuming(tmp_path):
 
 def test_full_disk_keeps_the_old_one(tmp_path):
     """磁盘写满（这里用 RLIMIT_FSIZE 让写入失败）：说出来，旧的一份完好，没有临时文件留下。"""
+    resource = pytest.importorskip("resource")  # Windows 没有
     checkpoint.save(tmp_path, content(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))

@@ -16,7 +16,8 @@ from experiments import checkpoint, train_gpu
 from experiments.train_options import Options
 from experiments.world import LOOPBACK
 
-FORK = multiprocessing.get_context("forkserver")
+METHODS = multiprocessing.get_all_start_methods()  # Windows 上只有 spawn
+FORK = multiprocessing.get_context("forkserver" if "forkserver" in METHODS else "spawn")
 FORK.set_forkserver_preload(["torch", "experiments.train_gpu", "tiny_training"])
 
 # 28,832 个参数；一步 16 个序列：单进程累积 4 次，两个进程各 2 次。
