@@ -203,9 +203,9 @@ def measure_peaks(options: Options) -> Peaks:
 
 
 def race(
-    variants: dict[str, Variant], options: Options, peaks: Peaks
+    variants: dict[str, Variant], top: str, options: Options, peaks: Peaks
 ) -> tuple[pd.DataFrame, pd.DataFrame, Peaks]:
-    """交错计时所有变体，返回（一行一个变体的表，首尾两个变体的时间去向，实测峰值）。
+    """交错计时所有变体，返回（一行一个变体的表，第一个与 `top` 的时间去向，实测峰值）。
 
     峰值在前后各量一次，取大的：机器正忙时量低了的峰值，会让占比虚高。
     """
@@ -219,10 +219,9 @@ def race(
             for name, worker in team.items():
                 times[name] += worker.ask("time", min(2, options.steps - len(times[name])))
         reports = {name: worker.ask("report") for name, worker in team.items()}
-        ends = list(team)[:: max(1, len(team) - 1)]
         breakdown = [
             {"variant": name, "kernel": kernel, "kind": category(kernel), "ms": seconds * 1e3}
-            for name in ends
+            for name in (next(iter(team)), top)
             for kernel, seconds in team[name].ask("profile")
         ]
     peaks = peaks.larger(measure_peaks(options))
@@ -279,7 +278,8 @@ def growth(options: Options) -> pd.DataFrame:
     预言只用默认形状的实测速度（FLOP/s）换算：时间 = FLOPs ÷ 那个速度。
     """
     default = options.setting()
-    points = [("batch", replace(default, batch_size=b)) for b in (1, 2, 4, 8, 16, 32)]
+    points = [("默认", default)]
+    points += [("batch", replace(default, batch_size=b)) for b in (1, 2, 4, 8, 16, 32)]
     points += [
         ("参数", replace(default, d_model=d, n_layer=n))
         for d, n in ((64, 2), (96, 3), (128, 4), (192, 4), (256, 6))
@@ -301,9 +301,8 @@ def growth(options: Options) -> pd.DataFrame:
             "ms": median(times[options.warmup :]) * 1e3,
         })  # fmt: skip
     table = pd.DataFrame(rows)
-    base = table[(table[["batch_size", "seq_len", "d_model"]] == (16, 128, 128)).all(axis=1)]
-    rate = (base["flops"] / base["ms"]).median()
-    return table.assign(predicted_ms=table["flops"] / rate)
+    default_point = table.iloc[0]
+    return table.assign(predicted_ms=table["flops"] / default_point["flops"] * default_point["ms"])
 
 
 # --- 说 ---
@@ -374,9 +373,11 @@ def report(table: pd.DataFrame, breakdown: pd.DataFrame, skipped: dict[str, str]
 def run_race(options: Options, peaks: Peaks) -> None:
     """默认的四个变体，或整架梯子。"""
     variants, skipped = climb(LADDER, options.threads) if options.ladder else short_list()
-    table, breakdown, peaks = race(variants, options, peaks)
     rungs = {rung.name: rung for rung in LADDER} if options.ladder else {}
-    table["keep"] = [name not in rungs or rungs[name].keep for name in table["variant"]]
+    kept = {name: name not in rungs or rungs[name].keep for name in variants}
+    top = [name for name in variants if kept[name]][-1]
+    table, breakdown, peaks = race(variants, top, options, peaks)
+    table["keep"] = table["variant"].map(kept)
     table["why"] = [rungs[name].why if name in rungs else "" for name in table["variant"]]
     report(table, breakdown, skipped)
     name = "speed_ladder" if options.ladder else "speed"
