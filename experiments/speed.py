@@ -215,9 +215,11 @@ def race(
             progress(f"预热：{name}")
             first[name] = worker.ask("prepare", options.warmup)[0]
         times: dict[str, list[float]] = {name: [] for name in team}
-        for _ in range(0, options.steps, 2):  # 每轮两步，第一步把别人占走的缓存暖回来
+        for done in range(0, options.steps, 2):
             for name, worker in team.items():
-                times[name] += worker.ask("time", min(2, options.steps - len(times[name])))
+                count = min(2, options.steps - done)
+                # 多走一步不计：它要把别的进程占走的缓存暖回来，等别的进程的线程睡下去
+                times[name] += worker.ask("time", 1 + count)[1:]
         reports = {name: worker.ask("report") for name, worker in team.items()}
         breakdown = [
             {"variant": name, "kernel": kernel, "kind": category(kernel), "ms": seconds * 1e3}
