@@ -37,7 +37,7 @@ def best_seconds(run: Callable[[], object], seconds: float = 0.3) -> float:
     """反复运行约 `seconds` 秒，最快一次的秒数；先跑一次不计。"""
     run()
     best, deadline = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
+    while best == float("inf") or time.perf_counter() < deadline:  # 至少一次
         start = time.perf_counter()
         run()
         best = min(best, time.perf_counter() - start)

@@ -149,8 +149,7 @@ def build(start: Start, world: World, data: dict) -> Run:
     """scaler、优化器、编译，然后 DDP，最后把检查点装回去。"""
     options, dtype = start.options, pick_dtype(start.options, world.device)
     if options.optimizer == "muon" and dtype == torch.float16:
-        raise UserError("--optimizer muon 不能与 float16 同用（两个优化器要一起跳步）；"
-                        "请用 --dtype bfloat16 或 float32。")  # fmt: skip
+        raise UserError("--optimizer muon 不能与 float16 同用；请用 --dtype bfloat16 或 float32。")
     torch.manual_seed(options.seed)  # 各进程的初始权重相同
     raw = GPT(start.config)
     if start.weights is not None:
@@ -341,8 +340,7 @@ def save(run: Run, *, best: bool = False) -> None:
     if not problem:
         run.saved = run.step
     else:
-        run.world.say(f"警告：第 {run.step} 步没有存成（{problem}）；旧的检查点仍然完好。",
-                      error=True)  # fmt: skip
+        run.world.say(f"警告：第 {run.step} 步没有存成（{problem}）；旧的仍完好。", error=True)
 
 
 def evaluate_and_save(run: Run, log: RunLog | None, *, stopping: bool) -> None:
