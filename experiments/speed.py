@@ -107,11 +107,11 @@ LADDER = (
         {"compile_update": True}, keep=False,
     ),
     Rung(
-        "+ max-autotune", "CPU 上训练的矩阵乘法没有更好的模板可挑", "compile",
+        "+ max-autotune", "训练时权重在变，只有批量乘法能换模板", "compile",
         {"compile_mode": "max-autotune-no-cudagraphs"}, keep=False,
     ),
     Rung(
-        "+ 2 MiB 大页", "内存留住之后已不缺页，只省 TLB", "allocator",
+        "+ 2 MiB 大页", "内存留住之后已不缺页，只少查几次页表", "allocator",
         variant={"env": (("THP_MEM_ALLOC_ENABLE", "1"),)}, keep=False,
     ),
     Rung("+ 只用 1 个线程", "少一个核的算力", "cores", variant={"threads": 1}, keep=False),
