@@ -215,8 +215,10 @@ def compare(shape: Shape, options: Options) -> list[dict]:
             if name == "nanogpt" and options.nanogpt is None:
                 print("跳过 nanogpt：没有给 --nanogpt", file=sys.stderr)
                 continue
+            begin = time.perf_counter()
             try:
                 peers.append(start(name, shape, options, stack))
+                print(f"{name} 预热完：{time.perf_counter() - begin:.0f} s", file=sys.stderr)
             except UserError as error:
                 print(f"跳过 {name}：{error}", file=sys.stderr)
         for _ in range(options.rounds):

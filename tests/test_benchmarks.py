@@ -74,7 +74,10 @@ def test_a_peer_that_dies_is_named():
 
 def test_committed_result_is_consistent():
     """提交的比较：每种形状里参数量相差不到 1 %，每秒 token 数由每步时间算得出来。"""
-    table = pd.read_csv(ROOT / "book" / "measured" / "peers.csv")
+    path = ROOT / "book" / "measured" / "peers.csv"
+    if not path.is_file():
+        pytest.skip("还没有提交比较的结果：要在安静的机器上运行 benchmarks/peers.py")
+    table = pd.read_csv(path)
     for shape, rows in table.groupby(["d_model", "n_layer", "batch", "seq_len"]):
         ours = rows.set_index("peer").loc["ours"]
         spread = (rows["params"] / ours["params"] - 1).abs().max()
