@@ -379,6 +379,7 @@ def run_race(options: Options, peaks: Peaks) -> None:
     kept = {name: name not in rungs or rungs[name].keep for name in variants}
     top = [name for name in variants if kept[name]][-1]
     table, breakdown, peaks = race(variants, top, options, peaks)
+    print(describe_machine(peaks))
     table["keep"] = table["variant"].map(kept)
     table["why"] = [rungs[name].why if name in rungs else "" for name in table["variant"]]
     report(table, breakdown, skipped)
@@ -390,7 +391,8 @@ def run_race(options: Options, peaks: Peaks) -> None:
 def main(options: Options) -> None:
     """按选项量、打印、写 CSV。"""
     peaks = measure_peaks(options)
-    print(describe_machine(peaks))
+    if options.roofline or options.growth:
+        print(describe_machine(peaks))
     if options.roofline:
         table = operations(options.setting(), hardware.bf16_support()[0])
         print_table(table, {"intensity": "{:.1f}", "gflops": "{:.0f}", "gb_per_s": "{:.1f}"})

@@ -58,9 +58,10 @@ def ladder(table: pd.DataFrame) -> Figure:
     ax.errorbar(
         rows["ms"], range(len(rows)), xerr=rows["iqr_ms"] / 2, fmt="none", ecolor="#374151", lw=1.2
     )
-    for i, (ms, speedup) in enumerate(zip(rows["ms"], rows["speedup"], strict=True)):
-        text = f"{ms:.0f} ms · {speedup:.2f}×"
-        ax.annotate(text, (ms, i), (10, 0), textcoords="offset points", va="center", fontsize=9)
+    for i, row in enumerate(rows.itertuples()):
+        text = f"{row.ms:.0f} ms · {row.speedup:.2f}×"
+        end = (row.ms + row.iqr_ms / 2, i)
+        ax.annotate(text, end, (5, 0), textcoords="offset points", va="center", fontsize=9)
     ax.set(xlabel="ms/步（中位数；线是四分位距）", xlim=(0, rows["ms"].max() * 1.28))
     ax.grid(axis="y", visible=False)
     return fig
@@ -96,16 +97,16 @@ def roofline(table: pd.DataFrame) -> Figure:
         if np.isfinite(peak):
             ax.plot(x, np.minimum(x * first["bandwidth_gb"], peak), color=color, lw=1.6)
             ax.text(1800, peak, f"{name} 峰值 {peak:.0f}", color=color, va="center", size=9)
-    ax.text(1.2, 1.2 * first["bandwidth_gb"] * 1.3, f"带宽 {first['bandwidth_gb']:.0f} GB/s",
+    ax.text(1.2, 1.2 * first["bandwidth_gb"] * 1.9, f"带宽 {first['bandwidth_gb']:.0f} GB/s",
             rotation=40, size=9, color=INK["plain"].line)  # fmt: skip
-    style = {"float32": (CYCLE[0], "o", -60, "top"), "bfloat16": (CYCLE[1], "s", 60, "bottom")}
+    style = {"float32": (CYCLE[0], "o", -90, "top"), "bfloat16": (CYCLE[1], "s", 90, "bottom")}
     for dtype, (color, marker, tilt, side) in style.items():
         rows = table[table["dtype"] == dtype]
         ax.scatter(rows["intensity"], rows["gflops"], color=color, marker=marker, zorder=3, s=34)
         for _, row in rows.iterrows():
-            ax.annotate(row["operation"], (row["intensity"], row["gflops"]), (3, tilt / 10),
-                        textcoords="offset points", fontsize=8.5, rotation=tilt, va=side,
-                        rotation_mode="anchor")  # fmt: skip
+            ax.annotate(row["operation"], (row["intensity"], row["gflops"]), (0, tilt / 12),
+                        textcoords="offset points", fontsize=8.5, rotation=90, ha="center",
+                        va=side)  # fmt: skip
     ax.set(xscale="log", yscale="log", xlabel="算术强度（FLOP/字节）", ylabel="速度（GFLOP/s）")
     return fig
 
