@@ -525,15 +525,17 @@ def _failed_requests(browser) -> list[str]:
 @pytest.mark.browser
 def test_pages_read_without_network_or_errors(browser, address: str, site: Path) -> None:
     """断网的浏览器里，每一页都没有控制台错误、没有失败的请求，公式排好了版。"""
+    from selenium.webdriver.support.ui import WebDriverWait
+
     for path in sorted(site.glob("*.html")):
         browser.get(f"{address}/{path.name}")
         time.sleep(0.2)
-        if "tex-chtml.js" in path.read_text(encoding="utf-8"):
-            time.sleep(1.0)  # 等 MathJax 排版
-            drawn = browser.execute_script(
-                "return document.querySelectorAll('mjx-container').length"
+        if 'class="math' in path.read_text(encoding="utf-8"):
+            wait = WebDriverWait(browser, 30)  # MathJax 在忙碌的机器上要好几秒
+            wait.until(
+                lambda b: b.execute_script("return document.querySelector('mjx-container')"),
+                f"{path.name}：公式没有排版",
             )
-            assert drawn > 0, f"{path.name}：公式没有排版"
             errors = browser.execute_script("return document.querySelectorAll('mjx-merror').length")
             assert errors == 0, f"{path.name}：{errors} 个公式有错"
         logs = [log for log in browser.get_log("browser") if log["level"] == "SEVERE"]
