@@ -356,10 +356,10 @@ def launch_command(gpus: int, config: str, gpus_per_node: int = 8) -> str:
     script = f"experiments/train_gpu.py --config {config}"
     if gpus == 1:
         return f"python {script}"
-    # 不设这个变量，rank 被杀后的自动重启时常连不上（各次尝试共用一个 store）
-    prefix = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun"
     if gpus <= gpus_per_node:
-        return f"{prefix} --standalone --nproc-per-node {gpus} --max-restarts 3 {script}"
+        return f"torchrun --standalone --nproc-per-node {gpus} --max-restarts 3 {script}"
+    # 多机时节点会增减：不设这个变量，各次集合共用一个 store，重启时常连不上
+    prefix = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun"
     nodes = math.ceil(gpus / gpus_per_node)
     return (
         f"{prefix} --nnodes {nodes} --nproc-per-node {gpus // nodes} --max-restarts 3 "
