@@ -160,7 +160,11 @@ def read(path: str | os.PathLike) -> dict:
     if not isinstance(state, dict) or "digest" not in state:
         raise BrokenCheckpoint(f"{path} 不是 train_gpu 存下的检查点（没有摘要）")
     expected = state.pop("digest")
-    if digest(state) != expected:
+    try:
+        intact = digest(state) == expected
+    except RecursionError:  # 改坏的 pickle 可以让一个字典装着自己
+        intact = False
+    if not intact:
         raise BrokenCheckpoint(f"{path} 的内容与摘要不符：文件在写完之后被改动或损坏了")
     if state.get("format") != FORMAT:
         raise UserError(
