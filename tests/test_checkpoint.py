@@ -305,3 +305,12 @@ def test_random_state_round_trip(tmp_path):
     expected = random.random(), torch.rand(3)
     checkpoint.set_rng_state(checkpoint.read(tmp_path / LAST)["rng"][0], device)
     assert random.random() == expected[0] and torch.equal(torch.rand(3), expected[1])
+
+
+def test_a_checkpoint_that_contains_itself_is_broken(tmp_path):
+    """改坏的文件可以读成一个装着自己的字典：算它损坏，而不是递归到崩溃。"""
+    state: dict = {"format": checkpoint.FORMAT, "digest": "0" * 64}
+    state["itself"] = state
+    torch.save(state, tmp_path / checkpoint.LAST)
+    with pytest.raises(checkpoint.BrokenCheckpoint, match="摘要"):
+        checkpoint.read(tmp_path / checkpoint.LAST)
