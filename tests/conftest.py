@@ -30,6 +30,14 @@ CHILD_ENV = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """fault 一律也是 slow：命令行的 -m "not slow" 会顶掉 pyproject.toml 里的 -m "not fault"。"""
+    for item in items:
+        if item.get_closest_marker("fault"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def tokens() -> dict:
     """真实数据 {train, val, meta}；这台机器上还没有时先准备（第一次要下载语料）。"""

@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import os
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -155,3 +156,13 @@ def test_python_version_is_stated_once() -> None:
     oldest = project["requires-python"].removeprefix(">=")
     assert f"Python {oldest}" in README
     assert f'python-version: "{oldest}"' in (ROOT / ".github/workflows/ci.yml").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["-m", "not slow"], []])
+def test_the_long_kill_tests_run_only_when_asked(flags: list[str]) -> None:
+    """`pytest` 与 `pytest -m "not slow"` 都不跑随机杀进程的长测试；一次要几分钟。"""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "tests/test_fault.py", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "test_thirty_of_thirty" not in done.stdout, done.stdout
+    assert "deselected" in done.stdout, done.stdout + done.stderr
