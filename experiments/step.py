@@ -1,7 +1,7 @@
 """一步训练：前向、反向、裁剪、更新，以及让它更快的几个开关。
 
 `speed` 一章逐个量这些开关，`scaling`、`speedrun` 用量出来最快的那一组；`train_gpu` 自己写循环，
-只取其中两个函数：`one_exp_cross_entropy`（--fused-loss）与 `keep_freed_memory`（CPU 上）。
+只取其中三个函数：`compiled`、`one_exp_cross_entropy`、`keep_freed_memory`。
 每个开关只改变怎么算，不改变算什么：`tests/test_step.py` 逐个与朴素的一步比较。
 
     options, reasons = best_options()
@@ -20,6 +20,7 @@ from types import MethodType
 from typing import Literal
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -56,7 +57,7 @@ class StepOptions:
 def best_options(device: str = "cpu") -> tuple[StepOptions, list[str]]:
     """这台机器上最快的一组开关，以及关掉某个开关的理由（说给读者听）。"""
     bf16, why_bf16 = bf16_support(device)
-    compiles, why_compile = compile_support()
+    compiles, why_compile = compile_support(device)
     keeps, why_keep = allocator_support()
     on_cpu = torch.device(device).type == "cpu"
     reasons = [] if bf16 else [f"不用 bf16：{why_bf16}"]
@@ -100,7 +101,7 @@ def make_step(
     fused_loss = one_exp_cross_entropy if options.one_exp else options.fused_loss
     forward, update = model, update_weights
     if options.compile:
-        forward = torch.compile(model, mode=options.compile_mode)
+        forward = compiled(model, options.compile_mode)
     if options.compile_update:
         update = torch.compile(update_weights)
 
@@ -113,6 +114,16 @@ def make_step(
         return loss.detach()
 
     return step
+
+
+def compiled(model: nn.Module, mode: str = "default") -> Callable:
+    """`torch.compile`，并允许含有自定义反向（`_OneExp`）的图进磁盘缓存。
+
+    默认不允许：那样每个进程都要把前向与反向重新追踪一遍，即使内核早已编译好。缓存的键是
+    追踪到的整张图，自定义的前向与反向都在图里，改了它们就不会用到旧的。
+    """
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    return torch.compile(model, mode=mode)
 
 
 def update_weights(

@@ -33,7 +33,7 @@ from experiments.recipe import adamw, learning_rate, muon_and_adamw, set_learnin
 from experiments.run_log import RunLog, announce
 from experiments.snapshot import restore, snapshot
 from experiments.start import Start, choose_start, compare_vocabulary
-from experiments.step import keep_freed_memory, one_exp_cross_entropy
+from experiments.step import compiled, keep_freed_memory, one_exp_cross_entropy
 from experiments.train_options import Options, check
 from experiments.world import Interruption, World, leave_world, start_world
 from model import GPT
@@ -169,7 +169,7 @@ def build(start: Start, world: World, data: dict) -> Run:
     possible, reason = hardware.compile_support(world.device.type)
     if options.compile and not possible:
         world.say(f"不编译，用 eager：{reason}。")
-    forward = torch.compile(raw) if options.compile and possible else raw  # 第一次前向才真的编译
+    forward = compiled(raw) if options.compile and possible else raw  # 第一次前向才真的编译
     model = forward
     if torch.distributed.is_initialized():
         cards = [world.device.index] if world.device.type == "cuda" else None
