@@ -25,12 +25,14 @@ from experiments.worker import (
     Variant,
     build,
     build_model,
+    process_context,
     progress,
     seconds_per_step,
     workers,
 )
 from tokens.errors import UserError
 
+STINT = 5  # 轮到一个变体时连走几步：太长就不算交错，太短则多半时间在走不计时的那一步
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-3, 3e-2  # 走完同样的步之后，loss 与朴素写法的相对差
 
 
@@ -56,7 +58,7 @@ class Options:
     """计时的步数（步）"""
     threads: int = field(default_factory=torch.get_num_threads)
     """计算线程数（个）；默认用 PyTorch 的默认值，即物理核数"""
-    peak_seconds: float = 1.0
+    peak_seconds: float = 0.5
     """每种精度用多久量矩阵乘法的峰值（秒）"""
 
     def __post_init__(self) -> None:
@@ -64,6 +66,8 @@ class Options:
             if getattr(self, name) < 1:
                 flag = name.replace("_", "-")
                 raise UserError(f"--{flag} {getattr(self, name)}：要一个不小于 1 的整数")
+        if self.peak_seconds <= 0:
+            raise UserError(f"--peak-seconds {self.peak_seconds:g}：要一个正数（秒）")
         if self.d_model % 32:
             raise UserError(f"--d-model {self.d_model}：要是 32 的倍数（每个注意力头 32 维）")
 
@@ -203,21 +207,24 @@ def measure_peaks(options: Options) -> Peaks:
 
 
 def race(
-    variants: dict[str, Variant], top: str, options: Options, peaks: Peaks
+    variants: dict[str, Variant], top: str, options: Options
 ) -> tuple[pd.DataFrame, pd.DataFrame, Peaks]:
     """交错计时所有变体，返回（一行一个变体的表，第一个与 `top` 的时间去向，实测峰值）。
 
-    峰值在前后各量一次，取大的：机器正忙时量低了的峰值，会让占比虚高。
+    峰值在前后各量一次，取大的：机器正忙时量低了的峰值，会让占比虚高。第一次与工作进程的启动
+    重叠，只会量低。
     """
+    process_context()
+    peaks = measure_peaks(options)
     with workers(variants, options.setting()) as team:
         first: dict[str, float] = {}
         for name, worker in team.items():
             progress(f"预热：{name}")
             first[name] = worker.ask("prepare", options.warmup)[0]
         times: dict[str, list[float]] = {name: [] for name in team}
-        for done in range(0, options.steps, 2):
+        for done in range(0, options.steps, STINT):
             for name, worker in team.items():
-                count = min(2, options.steps - done)
+                count = min(STINT, options.steps - done)
                 # 多走一步不计：它要把别的进程占走的缓存暖回来，等别的进程的线程睡下去
                 times[name] += worker.ask("time", 1 + count)[1:]
         reports = {name: worker.ask("report") for name, worker in team.items()}
@@ -372,13 +379,13 @@ def report(table: pd.DataFrame, breakdown: pd.DataFrame, skipped: dict[str, str]
     print_table(shares, dict.fromkeys(shares.columns[1:], "{:.1f}"))
 
 
-def run_race(options: Options, peaks: Peaks) -> None:
+def run_race(options: Options) -> None:
     """默认的四个变体，或整架梯子。"""
     variants, skipped = climb(LADDER, options.threads) if options.ladder else short_list()
     rungs = {rung.name: rung for rung in LADDER} if options.ladder else {}
     kept = {name: name not in rungs or rungs[name].keep for name in variants}
     top = [name for name in variants if kept[name]][-1]
-    table, breakdown, peaks = race(variants, top, options, peaks)
+    table, breakdown, peaks = race(variants, top, options)
     print(describe_machine(peaks))
     table["keep"] = table["variant"].map(kept)
     table["why"] = [rungs[name].why if name in rungs else "" for name in table["variant"]]
@@ -390,8 +397,8 @@ def run_race(options: Options, peaks: Peaks) -> None:
 
 def main(options: Options) -> None:
     """按选项量、打印、写 CSV。"""
-    peaks = measure_peaks(options)
     if options.roofline or options.growth:
+        peaks = measure_peaks(options)
         print(describe_machine(peaks))
     if options.roofline:
         table = operations(options.setting(), hardware.bf16_support()[0])
@@ -403,7 +410,7 @@ def main(options: Options) -> None:
         print_table(table, formats)
         save_csv(table, "speed_growth")
     if options.ladder or not (options.roofline or options.growth):
-        run_race(options, peaks)
+        run_race(options)
 
 
 if __name__ == "__main__":

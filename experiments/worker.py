@@ -88,7 +88,7 @@ def seconds_per_step(run: Callable[[], Tensor], count: int) -> list[float]:
     return times
 
 
-def profile(run: Callable[[], Tensor], count: int = 3) -> list[tuple[str, float]]:
+def profile(run: Callable[[], Tensor], count: int = 2) -> list[tuple[str, float]]:
     """`torch.profiler` 看 `count` 步：[(算子或内核的名字, 每步自身秒数)]。"""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         for _ in range(count):
@@ -111,7 +111,8 @@ def serve(pipe, variant: Variant, setting: Setting) -> None:
     """工作进程：("prepare", 预热步数)、("time", 步数)、("profile",)、("report",)、("stop",)。"""
     try:
         torch.set_num_threads(variant.threads or setting.threads)
-        torch._inductor.config.cpp.enable_kernel_profile = True  # 编译出的内核在剖析里有名字
+        if variant.step.compile:  # 编译出的内核在剖析里有名字
+            torch._inductor.config.cpp.enable_kernel_profile = True
         run = build(variant, setting)
         losses: list[Tensor] = []
 
@@ -135,11 +136,26 @@ def serve(pipe, variant: Variant, setting: Setting) -> None:
         pipe.send(("failed", traceback.format_exc()))
 
 
+def process_context(fresh: bool = False) -> multiprocessing.context.BaseContext:
+    """工作进程怎么启动。Linux 上从一个只导入过 PyTorch、什么也没算过的进程派生，省去各自导入；
+
+    别的系统，或要在 PyTorch 加载之前就设好环境变量时（`fresh`），从头启动。
+    """
+    if sys.platform != "linux" or fresh:
+        return multiprocessing.get_context("spawn")
+    from multiprocessing import forkserver  # 别的系统上不一定有
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "experiments.worker", "torch._inductor.compile_fx"])
+    forkserver.ensure_running()  # 不等它导入完；已经在运行时什么也不做
+    return context
+
+
 class Worker:
     """主进程这一边：`ask(...)` 发命令，等回答；工作进程出错时把它的错误抛出来。"""
 
     def __init__(self, name: str, variant: Variant, setting: Setting) -> None:
-        context = multiprocessing.get_context("spawn")  # 全新的进程：没有继承来的线程和内存
+        context = process_context(fresh=bool(variant.env))
         self.name = name
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, variant, setting), daemon=True)
@@ -159,6 +175,12 @@ class Worker:
         return answer
 
     def close(self) -> None:
+        """请它自己退出；正忙着的（主进程被打断时）只好杀掉。"""
+        try:
+            self.pipe.send(("stop",))
+        except OSError:
+            pass  # 它已经死了
+        self.process.join(timeout=2)
         if self.process.is_alive():
             self.process.terminate()
         self.process.join()

@@ -170,7 +170,9 @@ def test_roofline_intensity():
     assert table.loc["残差相加", "intensity"] == pytest.approx(1 / 12)
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"d_model": 100}, {"threads": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"d_model": 100}, {"threads": 0}, {"peak_seconds": -1.0}]
+)
 def test_bad_options_are_refused(wrong):
     """没有意义的选项用一句话拒绝。"""
     with pytest.raises(UserError, match="--"):
