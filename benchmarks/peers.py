@@ -253,6 +253,8 @@ def main(options: Options) -> None:
     """逐个形状地比较，打印，写 CSV。"""
     import torch
 
+    # 默认的 SIGTERM 不给 Python 收尾的机会，停住的几家会一直留着
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     peaks = {"peak_fp32": matmul_peak(), "peak_bf16": matmul_peak(torch.bfloat16)}
     rows = []
     for text in options.shapes:
