@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median, quantiles
 
-from experiments.hardware import matmul_peak
+from experiments.hardware import bf16_support, matmul_peak
 from experiments.measure import print_table, run_main, save_csv
 from model import GPT, GPTConfig
 from tokens import load_tokens
@@ -44,9 +44,12 @@ class Options:
     """nanoGPT 的一份检出（文件夹）；它的文件不会被改动"""
     peers: tuple[str, ...] = DEFAULT_PEERS
     """比哪几家；另有 trainer_fast（Trainer 打开 bf16 与 torch_compile）"""
-    shapes: tuple[str, ...] = ("64x2x16x128", "128x4x32x64", "128x4x16x128", "128x4x2x1024")
+    shapes: tuple[str, ...] = (
+        "128x4x16x128", "64x2x16x128", "256x4x16x128", "512x8x4x128",
+        "128x4x32x64", "128x4x4x512", "128x4x2x1024",
+    )  # fmt: skip
     """形状，写成 d_model x n_layer x batch x seq_len"""
-    rounds: int = 4
+    rounds: int = 8
     """轮换几轮（轮）"""
     steps: int = 3
     """每轮每家计时几步（步）"""
@@ -255,7 +258,9 @@ def main(options: Options) -> None:
 
     # 默认的 SIGTERM 不给 Python 收尾的机会，停住的几家会一直留着
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    peaks = {"peak_fp32": matmul_peak(), "peak_bf16": matmul_peak(torch.bfloat16)}
+    has_bf16 = bf16_support()[0]  # 没有指令时，模拟出来的速度不是峰值
+    bf16 = matmul_peak(torch.bfloat16) if has_bf16 else float("nan")
+    peaks = {"peak_fp32": matmul_peak(), "peak_bf16": bf16}
     rows = []
     for text in options.shapes:
         start_time = time.perf_counter()

@@ -6,7 +6,9 @@
 import os
 import platform
 import shutil
+import subprocess
 import sys
+import sysconfig
 import time
 from functools import cache
 from importlib.util import find_spec
@@ -62,12 +64,34 @@ def compile_support(device: str = "cpu") -> tuple[bool, str]:
         return True, "torch.compile 用 Triton 编译"
     if sys.platform == "win32":
         return False, "Windows 上 torch.compile 需要 MSVC，这里不依赖它"
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
-    if compiler and " " in compiler and shutil.which(compiler) is None:  # 例如 "ccache g++"
+    # 与 torch.compile 自己的找法相同：它不会去试别的名字
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if " " in compiler and shutil.which(compiler) is None:  # 例如 "ccache g++"
         return False, f"CXX={compiler}：torch.compile 只认一个程序名，不认带参数的；请改 CXX"
-    if compiler is None or shutil.which(compiler) is None:
-        return False, "找不到 C++ 编译器（g++ 或 clang++）；装上后 torch.compile 即可用"
+    if shutil.which(compiler) is None:
+        return False, f"找不到 C++ 编译器 {compiler}；装上它，或用环境变量 CXX 指定别的，即可编译"
+    problem = compiler_problem(compiler)
+    if problem:
+        return False, f"{compiler} 编不了 PyTorch 生成的代码：{problem}"
     return True, f"torch.compile 用 {compiler} 编译"
+
+
+@cache
+def compiler_problem(compiler: str) -> str | None:
+    """编译一个只包含 Python.h 的程序（PyTorch 生成的代码都包含它）；不成时返回第一句错误。
+
+    有编译器而没有头文件（Debian 上是 python3-dev 包）、macOS 上只有占位的 clang++，都在这里看出来。
+    """
+    include = f"-I{sysconfig.get_path('include')}"
+    command = [compiler, "-x", "c++", "-fsyntax-only", include, "-"]
+    try:
+        done = subprocess.run(
+            command, input="#include <Python.h>\n", capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    said = done.stderr.strip().splitlines() or [f"退出码 {done.returncode}"]
+    return next((x for x in said if "error" in x), said[0]) if done.returncode else None
 
 
 def describe() -> dict[str, str]:

@@ -18,7 +18,7 @@ from experiments.worker import Setting
 KINDS = (
     ("矩阵乘法", ("::mm", "::bmm", "addmm", "mkldnn_linear", "mkl_linear")),
     ("裁剪与更新", ("adamw", "AdamW", "norm_clip", "vector_norm", "foreach", "lerp_", "addc",
-                    "sqrt", "aten::mul_", "aten::add_", "aten::div_")),
+                    "aten::sqrt", "aten::mul_", "aten::add_", "aten::div_")),
     ("交叉熵", ("log", "nll", "cross_entropy", "amax_exp")),
     ("注意力", ("attention", "softmax", "aten::triu", "masked_fill")),
     ("其他逐元素", ("aten::", "cpp_fused")),

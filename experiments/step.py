@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.hardware import bf16_support, compile_support
-from model import EXPLICIT_MAX_LEN, GPT, IGNORE_INDEX, Attention, rotate
+from model import EXPLICIT_MAX_LEN, GPT, IGNORE_INDEX, Attention, SwiGLU, rotate
 
 CHUNK_LOGITS = 1 << 23  # 一段 logits 的元素数（bf16 时 16 MiB）：再大就总在等内存，再小矩阵太窄
 
@@ -42,6 +42,8 @@ class StepOptions:
     """注意力怎么算；model 表示听模型自己的设置"""
     stored_mask: bool = False
     """显式注意力用存下来的掩码，缩放并进 Q（见 stored_mask_attention）；T 长时不起作用"""
+    merged_mlp: bool = False
+    """SwiGLU 的 gate 与 up 合成一次矩阵乘法"""
     fused_loss: bool = False
     """输出头与交叉熵合成一步（F.linear_cross_entropy）"""
     one_exp: bool = False
@@ -98,6 +100,8 @@ def make_step(
         set_attention(model, options.attention)
     if options.stored_mask:
         store_masks(model)
+    if options.merged_mlp:
+        merge_mlps(model)
     fused_loss = one_exp_cross_entropy if options.one_exp else options.fused_loss
     forward, update = model, update_weights
     if options.compile:
@@ -170,6 +174,22 @@ def stored_mask_attention(self: Attention, x: Tensor, rope: Tensor) -> Tensor:
     scores = q @ k.transpose(-2, -1) + self.mask[:T, :T]  # (B, H, T, T)，fp32
     y = scores.softmax(dim=-1).to(v.dtype) @ v
     return self.out(y.transpose(1, 2).reshape(B, T, C))
+
+
+# --- gate 与 up 合成一次乘法 ---
+
+
+def merge_mlps(model: nn.Module) -> None:
+    """让每一层的 SwiGLU 改用 `merged_mlp`；参数不变，仍是两个矩阵。"""
+    for module in model.modules():
+        if isinstance(module, SwiGLU):
+            module.forward = MethodType(merged_mlp, module)
+
+
+def merged_mlp(self: SwiGLU, x: Tensor) -> Tensor:
+    """与 `SwiGLU.forward` 相同的结果：两个矩阵上下接起来，乘一次，再分开。"""
+    gate, up = F.linear(x, torch.cat((self.gate.weight, self.up.weight))).chunk(2, dim=-1)
+    return self.down(F.silu(gate) * up)
 
 
 # --- 只算一遍 exp 的交叉熵 ---

@@ -97,14 +97,14 @@ def profile(run: Callable[[], Tensor], count: int = 2) -> list[tuple[str, float]
 
 
 def peak_memory(reset: bool = False) -> int | None:
-    """这个进程常驻内存的峰值，字节；`reset` 让峰值从现在重新数。只有 Linux 报得出。"""
-    status = Path("/proc/self/status")
-    if not status.exists():
+    """这个进程常驻内存的峰值，字节；`reset` 让峰值从现在重新数。报不出时是 None（Linux 才有）。"""
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
         return None
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    high = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return int(high.split()[1]) * 1024
 
 
 def serve(pipe, variant: Variant, setting: Setting) -> None:

@@ -1,10 +1,11 @@
 """各测试模块共用的 fixture：真实数据、一份随机小数据、以及像读者那样启动一个脚本。"""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -57,6 +58,28 @@ def tiny_tokens(tmp_path_factory) -> Path:
     with atomic_write(path) as temporary:
         torch.save({**data, "meta": {"corpus": "随机", "vocab_size": 256}}, temporary)
     return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    """无界面的 Chromium（selenium），断了外网：除本机之外的任何主机名都解析不了。"""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip("没有 chromium 或 chromedriver")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (
+        "--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,1000",
+        "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
+    ):  # fmt: skip
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield started
+    started.quit()
 
 
 @pytest.fixture(scope="session")

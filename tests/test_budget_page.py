@@ -5,7 +5,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -102,23 +101,8 @@ def test_numbers_are_written_alike():
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator:
-    """打开计算器的无头 Chromium；断网（任何主机名都解析不了）。"""
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if not chromium or not driver:
-        pytest.skip("没有 chromium 或 chromedriver")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (
-        "--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,1000",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-    ):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+def browser(browser, tmp_path_factory):
+    """打开了计算器的浏览器。"""
     page = tmp_path_factory.mktemp("calculator") / "calculator.html"
     page.write_text(
         "<!doctype html><html lang=zh><meta charset=utf-8>"
@@ -126,9 +110,8 @@ def browser(tmp_path_factory) -> Iterator:
         f"<link rel=icon href='data:,'><body>{calculator_html()}",
         encoding="utf-8",
     )
-    started.get(page.as_uri())
-    yield started
-    started.quit()
+    browser.get(page.as_uri())
+    return browser
 
 
 @pytest.mark.slow

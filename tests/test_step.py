@@ -26,6 +26,7 @@ SWITCHES = {
     "显式注意力": {"attention": "explicit"},
     "SDPA": {"attention": "sdpa"},
     "存下掩码": {"attention": "explicit", "stored_mask": True},
+    "合并 gate 与 up": {"merged_mlp": True},
     "合成交叉熵": {"fused_loss": True},
     "只算一遍 exp": {"fused_loss": True, "one_exp": True},
 }

@@ -518,6 +518,9 @@ print(*(os.waitpid(pid, 0)[1] for pid in children))
 @pytest.mark.slow
 def test_a_users_mistake_ends_with_exit_code_2(run_script, tmp_path):
     """命令行上的错误：退出码 2，stderr 只有一句话。"""
+    for flag, value in (("--vocab-size", 4096), ("--sample-mb", 0.5)):  # 不动全书共用的数据
+        done = run_script("tokens/prepare.py", flag, value)
+        assert done.returncode == 2 and "--out" in done.stderr, done.stderr
     done = run_script("tokens/prepare.py", "--vocab-size", 100, "--out", tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "错误：--vocab-size 100 太小：至少 256（全部字节）。\n"

@@ -1056,6 +1056,17 @@ def test_compile_support_looks_at_the_device(monkeypatch):
     assert not works and "CXX=ccache g++" in reason, reason
 
 
+def test_a_compiler_that_cannot_find_python_h_is_no_compiler(monkeypatch):
+    """有编译器却没有 Python.h（没装 python3-dev）：不编译，并说出编译器的那句错误。"""
+    if not hardware.compile_support()[0]:
+        pytest.skip(hardware.compile_support()[1])
+    hardware.compiler_problem.cache_clear()
+    monkeypatch.setattr(hardware.sysconfig, "get_path", lambda name: "/nowhere")
+    works, reason = hardware.compile_support()
+    hardware.compiler_problem.cache_clear()
+    assert not works and "Python.h" in reason, reason
+
+
 @pytest.mark.slow
 def test_tensorboard_is_optional_and_written(tmp_path):
     """--tensorboard 另写一份同样的数。"""

@@ -50,7 +50,7 @@ class Options:
     sample_mb: float = 10.0
     """训练分词器用的样本上限，MB（UTF-8）：训练部分更大时，均匀地取这么多。"""
     out: Path | None = None
-    """输出文件夹；默认 tokens/。用自己的语料时必须给，免得悄悄换掉内置语料的数据。"""
+    """输出文件夹；默认 tokens/。改了语料、词表或样本时必须给，免得悄悄换掉全书共用的数据。"""
 
 
 def main(options: Options) -> None:
@@ -77,6 +77,12 @@ def check_options(options: Options) -> None:
     """不合理的选项抛 `UserError`。"""
     if options.text and options.out is None:
         raise UserError("给了 --text 还要用 --out 给一个输出文件夹，例如 --out runs/mine。")
+    standard = (options.vocab_size, options.sample_mb) == (novel.VOCAB_SIZE, Options.sample_mb)
+    if options.out is None and not standard:
+        raise UserError(
+            "换了 --vocab-size 或 --sample-mb，还要用 --out 给输出文件夹，例如 --out runs/mine；"
+            "tokens/ 里的是全书共用的。"
+        )
     if options.vocab_size < 256:
         raise UserError(f"--vocab-size {options.vocab_size} 太小：至少 256（全部字节）。")
     if not 0 < options.val_fraction < 1:
@@ -314,7 +320,7 @@ def storage_offsets(path: Path) -> list[int]:
 
 def check_standard(options: Options, meta: dict) -> None:
     """内置语料在任何机器上都得到同样的文本和同样的 id，否则抛 `UserError`。"""
-    if options.text:
+    if options.text or options.sample_mb != Options.sample_mb:
         return
     problem = None
     if meta["text_sha256"] != novel.TEXT_SHA256:

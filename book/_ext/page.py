@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 TERMINATE_GRACE = 40.0  # 秒；torchrun 收到 SIGTERM 后最多给各 rank 30 秒
-_started: dict[str, float] = {}  # 本页运行过的脚本（文件名去掉 .py）-> 开始时刻
+_started: dict[str, float] = {}  # 本页运行过的脚本（文件名去掉 .py）-> 第一次开始的时刻
 
 
 class ScriptError(RuntimeError):
@@ -88,7 +88,8 @@ def run(
         ScriptError: 脚本不存在、退出码不是 `expect`，或超时；消息带着脚本的 stderr。
     """
     command, shown = _command(script, [str(a) for a in args], nproc, env or {})
-    started = _started[Path(script).stem] = time.time()
+    started = time.time()
+    _started.setdefault(Path(script).stem, started)
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -199,8 +200,9 @@ def results(name: str) -> pd.DataFrame:
     if not path.is_file():
         raise ScriptError(f"没有 results/{name}.csv：写出它的脚本要先在本页用 run(...) 运行")
     # 文件时间戳的粒度可能粗到 2 秒
-    if path.stat().st_mtime < _started.get(name, 0.0) - 2.0:
-        raise ScriptError(f"results/{name}.csv 比 {name}.py 的这次运行还旧：脚本没有重写它")
+    for script, started in _started.items():  # speed.py 写 speed.csv，也写 speed_profile.csv
+        if f"{name}_".startswith(f"{script}_") and path.stat().st_mtime < started - 2.0:
+            raise ScriptError(f"results/{name}.csv 比 {script}.py 的这次运行还旧：脚本没有重写它")
     return pd.read_csv(path)
 
 
