@@ -107,6 +107,14 @@ def test_no_mfu_above_one():
     assert low.larger(PEAKS) == Peaks(fp32=100e9, bf16=None, bandwidth=10e9)
 
 
+def test_no_operation_is_above_the_roof():
+    """roofline 的屋顶不低于任何一个运算实测到的速度；量峰值时机器正忙，屋顶就抬上去。"""
+    seen = pd.DataFrame({"dtype": ["float32", "bfloat16"], "gflops": [90.0, 2000.0]})
+    assert PEAKS.at_least(seen) == Peaks(fp32=100e9, bf16=2000e9, bandwidth=10e9)
+    only = Peaks(fp32=50e9, bf16=None, bandwidth=10e9)
+    assert only.at_least(seen.head(1)) == Peaks(fp32=90e9, bf16=None, bandwidth=10e9)
+
+
 def test_attention_is_seven_percent_at_default_length():
     """T = 128 时注意力那一项约占每 token FLOPs 的 7 %，T = 1024 时超过三分之一。"""
     model = GPT(GPTConfig())

@@ -8,6 +8,7 @@ from matplotlib.patches import Rectangle
 
 from figures.style import INK
 
+LABELS = ((-4, 12), (-4, -3), (-4, -18), (-4, -18), (-4, -3), (-4, -3))  # 右图的标签错开，点
 ROLES = ("plain", "compute", "data", "comm", "gradient", "weight")  # 一级一种颜色
 
 
@@ -34,11 +35,11 @@ def _rectangles(ax: Axes, table: pd.DataFrame, *, label: bool = False) -> None:
             Rectangle((0, 0), row.steps, row.ms_per_step, facecolor=ink.fill,
                       edgecolor=ink.line, linewidth=1.4)
         )  # fmt: skip
-        if label or row.Index in (table.index[0], table.index[-1]):
-            lower = 34 * (row.Index % 2) * label  # 相邻两级步数相近，标签错开
+        ends = (table.index[0], table.index[-1])
+        if label or row.Index in ends:
+            where = LABELS[(row.Index - 1) % len(LABELS)] if label else (-5, -3)
             ax.annotate(
-                f"{row.recipe}\n{row.seconds:.1f} s", (row.steps, row.ms_per_step),
-                (-5, -3 - lower),
+                f"{row.recipe} {row.seconds:.1f} s", (row.steps, row.ms_per_step), where,
                 textcoords="offset points", ha="right", va="top", size=9, color=ink.line,
             )  # fmt: skip
     ax.set(xlim=(0, table["steps"].max() * 1.05), ylim=(0, table["ms_per_step"].max() * 1.08))
