@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from experiments import step as step_module
 from experiments.hardware import bf16_support, compile_support
+from experiments.recipe import adamw
 from experiments.step import (
     StepOptions,
     allocator_support,
@@ -199,6 +200,19 @@ def test_kept_memory_stops_page_faults():
     assert faults["default"] > 50 * max(faults["keep"], 1), faults
 
 
+def test_fused_adamw_updates_like_the_plain_one():
+    """融合的 AdamW 走三步，权重与逐个参数更新的相差不到 1e-6。"""
+    weights = []
+    for fused in (True, None):
+        model = tiny()
+        step = make_step(model, adamw(model, 1e-2, fused=fused), StepOptions())
+        for _ in range(3):
+            step(*batch(model, 2, 24))
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    gap = (weights[0] - weights[1]).abs().max().item()
+    assert gap < 1e-6, f"相差 {gap:.1e}"
+
+
 def test_clip_is_applied():
     """裁剪在快的一步里仍然生效：梯度范数被限制在 clip。"""
     model = tiny()
@@ -231,13 +245,15 @@ def test_what_the_machine_lacks_is_left_out_and_said(monkeypatch, missing, switc
 @pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.skipif(
     not bf16_support()[0], reason=bf16_support()[1]))])  # fmt: skip
 def test_compiled_step_gives_the_plain_step(bf16):
-    """编译后的最快一步给出朴素的 loss 与梯度，包括奇数长度、batch 1 和有填充的目标。"""
+    """编译后的最快一步给出朴素的 loss 与梯度，包括奇数长度、batch 1 和有填充的目标。
+
+    第二种形状连更新也编译，并用 max-autotune：梯子上试过的两级也要算得对。
+    """
     torch._dynamo.reset()
     model = tiny()
-    for size, length in ((1, 13), (3, 24)):
+    tried = {"compile_update": True, "compile_mode": "max-autotune-no-cudagraphs"}
+    for size, length, more in ((1, 13, {}), (3, 24, tried)):
         x, y = batch(model, size, length, masked=0.3)
-        fast = one_step(
-            model, x, y, bf16=bf16, compile=True, **FASTEST
-        )
+        fast = one_step(model, x, y, bf16=bf16, compile=True, **FASTEST, **more)
         tolerance = BF16_TOLERANCE if bf16 else FP32_TOLERANCE
         assert_close(fast, one_step(model, x, y), tolerance, f"bf16={bf16} B={size} T={length}")
