@@ -149,7 +149,7 @@ class GPT(nn.Module):
 
         `reduction="sum"` 给出总和，供按 token 加权的累积使用；目标为 −100 的位置不计入。
         `fused_loss` 把输出头与交叉熵合成一步，不返回 logits：True 用 F.linear_cross_entropy，
-        也可以给签名相同的函数，如 experiments/step.py 里更快、不留 logits 的那个。
+        也可以给签名相同的函数，如 experiments/training/step.py 里更快、不留 logits 的那个。
         """
         if idx.size(1) > self.config.seq_len:
             limit = f"{idx.size(1)} 个 token 超过了模型的 seq_len={self.config.seq_len}"

@@ -23,8 +23,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median, quantiles
 
-from experiments.hardware import bf16_support, matmul_peak
-from experiments.measure import print_table, run_main, save_csv
+from experiments.lab.hardware import bf16_support, matmul_peak
+from experiments.lab.results import print_table, run_main, save_csv
 from model import GPT, GPTConfig
 from tokens import load_tokens
 from tokens.errors import UserError

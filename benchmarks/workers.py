@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.measure import run_main
-from experiments.recipe import adamw
-from experiments.step import StepOptions, best_options, make_step
+from experiments.lab.results import run_main
+from experiments.training.recipe import adamw
+from experiments.training.step import StepOptions, best_options, make_step
 from model import GPT, GPTConfig
 from tokens import load_tokens, sample_batch
 from tokens.errors import UserError

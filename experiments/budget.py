@@ -14,8 +14,8 @@ import math
 import sys
 from dataclasses import dataclass
 
-from experiments import memory, planning, published
-from experiments.architecture import (
+from experiments.plan import memory, planning, published
+from experiments.plan.architecture import (
     Architecture,
     BudgetError,
     executed_flops_per_token,
@@ -24,9 +24,8 @@ from experiments.architecture import (
     kv_cache_bytes,
     preset,
 )
-from experiments.number_text import readable
-from experiments.plan_report import report
-from experiments.planning import (
+from experiments.plan.number_text import readable
+from experiments.plan.planning import (
     Plan,
     Request,
     device_of,
@@ -34,6 +33,7 @@ from experiments.planning import (
     training_flops,
     training_hours,
 )
+from experiments.plan.report import report
 
 PEAK_H100, MFU = 989e12, 0.4
 STATE_BYTES = 16  # 每参数：bf16 权重 2 + 梯度 2 + fp32 主权重 4 + Adam 两个矩 8
@@ -352,7 +352,7 @@ def run_optimal(options: OptimalOptions) -> None:
     planning.require("算力（FLOPs）", flops, 1e12, 1e30)
     print(f"算力 C = {flops:.2e} FLOPs")
     pairs = [("每参数 20 个 token", *optimal_by_rule(flops))]
-    from experiments.scaling_law import PUBLISHED  # 要 numpy 与 scipy，核心不要
+    from experiments.training.law import PUBLISHED  # 要 numpy 与 scipy，核心不要
 
     pairs += [(name, *law.optimum(flops)) for name, law in PUBLISHED.items()]
     print_rows(("依据", "参数", "token", "token/参数"), [

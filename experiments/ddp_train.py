@@ -10,12 +10,10 @@ CPU 上用 gloo，每个进程一块 GPU 时用 nccl。结果写进 results/ddp_
 """
 
 import math
-import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -25,16 +23,22 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DistributedSampler
 
-from experiments.measure import ROOT, print_table, run_main, save_csv
-from experiments.recipe import adamw, evaluate, valid_tokens
-from experiments.world import cannot_join, use_loopback
-from model import GPT, IGNORE_INDEX, GPTConfig
-from tokens import load_tokens, sample_batch
+from experiments.lab.results import ROOT, print_table, run_main, save_csv
+from experiments.ranks.compare import (
+    disagreement,
+    flat_gradients,
+    flat_parameters,
+    relative_error,
+)
+from experiments.ranks.launch import shown
+from experiments.ranks.world import World, torchrun_world
+from experiments.training.recipe import adamw, evaluate, seeded_gpt, valid_tokens
+from model import IGNORE_INDEX, GPTConfig
+from tokens import Batch, global_batch, load_tokens
 from tokens.errors import UserError
 from tokens.files import atomic_write
 
-Batch = tuple[Tensor, Tensor]  # x 与 y，各 (B, T) 的 int64
-COMMAND = "torchrun --standalone --nproc-per-node 2 experiments/ddp_train.py"
+COMMAND = shown("experiments/ddp_train.py", nproc=2)
 CHECKPOINT = ROOT / "runs" / "ddp_train" / "model.pt"
 
 
@@ -62,67 +66,16 @@ class Options:
     """随机种子"""
 
 
-# ---------------------------------------------------------------- 进程组
+# ---------------------------------------------------------------- 谁读哪些数据
 
 
-@dataclass(frozen=True)
-class Rank:
-    """我是谁：全局编号、总数、用哪个设备。"""
-
-    rank: int
-    world: int
-    device: torch.device
-
-    @property
-    def master(self) -> bool:
-        """打印、评估、存档的那一个。"""
-        return self.rank == 0
-
-
-@contextmanager
-def process_group(timeout: float = 120.0) -> Iterator[Rank]:
-    """按 torchrun 设好的环境变量加入进程组，用完退出；`timeout`（秒）是一次通信最多等多久。
-
-    不是由 torchrun 启动（没有 RANK），或者只有一个进程时，抛 UserError。
-    """
-    if "RANK" not in os.environ:
-        raise UserError(f"这个脚本要由 torchrun 启动，请改用：{COMMAND}")
-    local, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    if world < 2:
-        raise UserError(f"只有 {world} 个进程，没有谁可以对比；请改用：{COMMAND}")
-    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-    use_loopback()  # 只有一台机器：gloo 走回环网卡，不必解析主机名
-    gpus = torch.cuda.device_count() >= local_world
-    device = torch.device("cuda", local) if gpus else torch.device("cpu")
-    if gpus:
-        torch.cuda.set_device(device)
-    try:
-        dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout))
-    except (ValueError, RuntimeError) as error:  # 端口被占、连不上
-        raise cannot_join(error) from error
-    try:
-        yield Rank(dist.get_rank(), world, device)
-        dist.barrier()  # 都做完了再一起走：先退出的 rank 会让别人的通信断掉
-    finally:
-        dist.destroy_process_group()
-
-
-def wrap(model: nn.Module, me: Rank, **options) -> DDP:
+def wrap(model: nn.Module, me: World, **options) -> DDP:
     """套上 DDP：构造时广播 rank 0 的参数，反向时按桶 all-reduce 梯度。
 
     RoPE 的表是常数，不必每次前向都广播缓冲区，所以 `forward_sync_buffers=False`。
     """
     devices = [me.device.index] if me.device.type == "cuda" else None
     return DDP(model, device_ids=devices, **{"forward_sync_buffers": False} | options)
-
-
-# ---------------------------------------------------------------- 谁读哪些数据
-
-
-def global_batch(data: Tensor, step: int, rows: int, seq_len: int, seed: int) -> Batch:
-    """第 `step` 步的全局 batch：只由 (seed, step) 决定，与有几个 rank 无关。"""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    return sample_batch(data, rows, seq_len, generator)
 
 
 def shard(batch: Batch, rank: int, world: int) -> Batch:
@@ -184,26 +137,26 @@ def train(model: nn.Module, batches: Iterator[Batch], lr: float) -> list[float]:
 
 
 def equivalence(
-    config: GPTConfig, data: Tensor, o: Options, me: Rank
+    config: GPTConfig, data: Tensor, o: Options, me: World
 ) -> tuple[list[dict], dict, DDP]:
     """DDP 与「一个进程算整批」各训练一遍：每步的 loss，最后的参数差，以及 DDP 模型。"""
-    rows = o.per_rank * me.world
+    rows = o.per_rank * me.size
     everything = [global_batch(data, s, rows, o.seq_len, o.seed) for s in range(o.steps)]
-    ddp = wrap(build(config, o.seed, me), me)
-    mine = [to_device(shard(b, me.rank, me.world), me) for b in everything]
+    ddp = wrap(seeded_gpt(config, o.seed, me.device), me)
+    mine = [to_device(shard(b, me.rank, me.size), me) for b in everything]
     local = torch.tensor(train(ddp, mine, o.lr), dtype=torch.float64, device=me.device)
     dist.all_reduce(local)  # 日志要的是各 rank 的平均，不是 rank 0 自己的
-    averaged, spread = (local / me.world).tolist(), disagreement(flat_parameters(ddp))
-    alone = build(config, o.seed, me)
+    averaged, spread = (local / me.size).tolist(), disagreement(flat_parameters(ddp))
+    alone = seeded_gpt(config, o.seed, me.device)
     if not me.master:
         return [], {}, ddp
     single = train(alone, [to_device(b, me) for b in everything], o.lr)
     trace = [{"step": s, "ddp": a, "single": b}
              for s, (a, b) in enumerate(zip(averaged, single, strict=True))]  # fmt: skip
     gap = (flat_parameters(ddp) - flat_parameters(alone)).abs().max().item()
-    start = flat_parameters(build(config, o.seed, me))
+    start = flat_parameters(seeded_gpt(config, o.seed, me.device))
     moved = (flat_parameters(alone) - start).abs().max().item()
-    summary = {"ranks": me.world, "steps": o.steps, "params": ddp.module.num_params(),
+    summary = {"ranks": me.size, "steps": o.steps, "params": ddp.module.num_params(),
                "rank_spread": spread, "param_diff": gap, "param_moved": moved,
                "loss_diff": max(abs(r["ddp"] - r["single"]) for r in trace)}  # fmt: skip
     return trace, summary, ddp
@@ -212,34 +165,34 @@ def equivalence(
 # ---------------------------------------------------------------- 初始权重、相同的数据
 
 
-def initial_weights(config: GPTConfig, data: Tensor, o: Options, me: Rank) -> list[dict]:
+def initial_weights(config: GPTConfig, data: Tensor, o: Options, me: World) -> list[dict]:
     """各 rank 用不同的种子造模型：DDP 构造时广播了 rank 0 的；关掉广播，训练再久也不会一致。"""
     rows = []
     for broadcast in (True, False):
-        model = build(config, o.seed + me.rank, me)
+        model = seeded_gpt(config, o.seed + me.rank, me.device)
         before = disagreement(flat_parameters(model))
         ddp = wrap(model, me, init_sync=broadcast)
         after = disagreement(flat_parameters(ddp))
-        batches = [global_batch(data, s, o.per_rank * me.world, o.seq_len, o.seed)
+        batches = [global_batch(data, s, o.per_rank * me.size, o.seq_len, o.seed)
                    for s in range(3)]  # fmt: skip
-        train(ddp, [to_device(shard(b, me.rank, me.world), me) for b in batches], o.lr)
+        train(ddp, [to_device(shard(b, me.rank, me.size), me) for b in batches], o.lr)
         rows.append({"broadcast": broadcast, "before": before, "after": after,
                      "after_3_steps": disagreement(flat_parameters(ddp))})  # fmt: skip
     return rows
 
 
-def same_data(config: GPTConfig, data: Tensor, o: Options, me: Rank) -> list[dict]:
+def same_data(config: GPTConfig, data: Tensor, o: Options, me: World) -> list[dict]:
     """各 rank 读不同的、相同的数据：得到的梯度分别是整批的、一个 rank 自己的。"""
-    batch = to_device(global_batch(data, 0, o.per_rank * me.world, o.seq_len, o.seed), me)
+    batch = to_device(global_batch(data, 0, o.per_rank * me.size, o.seq_len, o.seed), me)
     whole = reference(config, o, me, [batch])
-    one = reference(config, o, me, [shard(batch, 0, me.world)])
-    ddp, rows = wrap(build(config, o.seed, me), me), []
+    one = reference(config, o, me, [shard(batch, 0, me.size)])
+    ddp, rows = wrap(seeded_gpt(config, o.seed, me.device), me), []
     for name, rank in (("不同", me.rank), ("相同", 0)):
         ddp.zero_grad(set_to_none=True)
-        ddp(*shard(batch, rank, me.world))[1].backward()
+        ddp(*shard(batch, rank, me.size))[1].backward()
         got = flat_gradients(ddp)
-        rows.append({"data": name, "error_vs_all": relative(got, whole),
-                     "error_vs_one_rank": relative(got, one)})  # fmt: skip
+        rows.append({"data": name, "error_vs_all": relative_error(got, whole),
+                     "error_vs_one_rank": relative_error(got, one)})  # fmt: skip
     return rows
 
 
@@ -264,12 +217,12 @@ class CommLog:
         return allreduce_hook(None, bucket).then(finished)
 
 
-def overlap(config: GPTConfig, data: Tensor, o: Options, me: Rank) -> list[dict]:
+def overlap(config: GPTConfig, data: Tensor, o: Options, me: World) -> list[dict]:
     """把桶改小（64 KiB），看反向进行到哪里时发出了哪个桶：时刻都以反向开始为 0，单位毫秒。"""
-    ddp = wrap(build(config, o.seed, me), me, bucket_cap_mb=1 / 16)
+    ddp = wrap(seeded_gpt(config, o.seed, me.device), me, bucket_cap_mb=1 / 16)
     log = CommLog(ddp)
     batch = to_device(shard(global_batch(
-        data, 0, o.per_rank * me.world, o.seq_len, o.seed), me.rank, me.world), me)  # fmt: skip
+        data, 0, o.per_rank * me.size, o.seq_len, o.seed), me.rank, me.size), me)  # fmt: skip
     for _ in range(3):  # 第一次反向之后 DDP 才按梯度就绪的次序重排桶
         ddp.zero_grad(set_to_none=True)
         log.calls.clear()
@@ -308,16 +261,16 @@ def accumulate(ddp: DDP, micros: list[Batch], plan: str) -> None:
             loss.backward()
 
 
-def synchronisation(config: GPTConfig, data: Tensor, o: Options, me: Rank) -> list[dict]:
+def synchronisation(config: GPTConfig, data: Tensor, o: Options, me: World) -> list[dict]:
     """每种方案一步里发了几次 all-reduce，梯度对不对，各 rank 一致不一致。"""
-    rows = o.per_rank * me.world * o.accumulation
+    rows = o.per_rank * me.size * o.accumulation
     batch = to_device(global_batch(data, 0, rows, o.seq_len, o.seed), me)
     right = reference(config, o, me, [batch])
-    micros = list(zip(*(t.chunk(o.accumulation) for t in shard(batch, me.rank, me.world)),
+    micros = list(zip(*(t.chunk(o.accumulation) for t in shard(batch, me.rank, me.size)),
                       strict=True))  # fmt: skip
     table = []
     for plan in PLANS:
-        ddp = wrap(build(config, o.seed, me), me)
+        ddp = wrap(seeded_gpt(config, o.seed, me.device), me)
         log = CommLog(ddp)
         for _ in range(2):  # 第二步的桶已经重排好，数的是稳定之后的次数
             ddp.zero_grad(set_to_none=True)
@@ -326,7 +279,7 @@ def synchronisation(config: GPTConfig, data: Tensor, o: Options, me: Rank) -> li
         got = flat_gradients(ddp)
         table.append({"plan": plan, "all_reduces": len(log.calls),
                       "bytes": sum(call["bytes"] for call in log.calls),
-                      "error": relative(got, right), "rank_spread": disagreement(got)})
+                      "error": relative_error(got, right), "rank_spread": disagreement(got)})
     return table
 
 
@@ -347,23 +300,23 @@ def backward_by_tokens(ddp: nn.Module, batch: Batch, world: int) -> float:
     return total.item()
 
 
-def unequal_ranks(config: GPTConfig, data: Tensor, o: Options, me: Rank) -> list[dict]:
+def unequal_ranks(config: GPTConfig, data: Tensor, o: Options, me: World) -> list[dict]:
     """rank 0 的序列是满的，别的 rank 只有 1/8 有效：各自取平均是错的，按全局 token 数才对。"""
-    x, y = to_device(global_batch(data, 0, o.per_rank * me.world, o.seq_len, o.seed), me)
+    x, y = to_device(global_batch(data, 0, o.per_rank * me.size, o.seq_len, o.seed), me)
     y = y.clone()
     y[o.per_rank :, max(1, o.seq_len // 8) :] = IGNORE_INDEX
-    whole, mine = (x, y), shard((x, y), me.rank, me.world)
+    whole, mine = (x, y), shard((x, y), me.rank, me.size)
     right = reference(config, o, me, [whole])
-    ddp, rows = wrap(build(config, o.seed, me), me), []
+    ddp, rows = wrap(seeded_gpt(config, o.seed, me.device), me), []
     for weighting in ("各 rank 自己平均", "按全局 token 数"):
         ddp.zero_grad(set_to_none=True)
         if weighting == "按全局 token 数":
-            backward_by_tokens(ddp, mine, me.world)
+            backward_by_tokens(ddp, mine, me.size)
         else:
             ddp(*mine)[1].backward()
-        counts = [valid_tokens(shard(whole, r, me.world)[1]) for r in range(me.world)]
+        counts = [valid_tokens(shard(whole, r, me.size)[1]) for r in range(me.size)]
         rows.append({"weighting": weighting, "tokens": " ".join(map(str, counts)),
-                     "error": relative(flat_gradients(ddp), right)})  # fmt: skip
+                     "error": relative_error(flat_gradients(ddp), right)})  # fmt: skip
     return rows
 
 
@@ -371,7 +324,7 @@ def unequal_ranks(config: GPTConfig, data: Tensor, o: Options, me: Rank) -> list
 
 
 def save_and_check(
-    ddp: DDP, config: GPTConfig, batches: list[Batch], me: Rank, path: Path
+    ddp: DDP, config: GPTConfig, batches: list[Batch], me: World, path: Path
 ) -> dict:
     """rank 0 经 `.module` 评估并存档，别人在屏障处等；然后每个 rank 用裸模型读回来核对。"""
     loss = torch.zeros((), device=me.device, dtype=torch.float64)
@@ -381,7 +334,7 @@ def save_and_check(
             torch.save(ddp.module.state_dict(), temporary)
     dist.barrier()
     dist.broadcast(loss, src=0)
-    bare = build(config, 1, me)
+    bare = seeded_gpt(config, 1, me.device)
     bare.load_state_dict(torch.load(path, map_location=me.device, weights_only=True))
     equal = torch.equal(flat_parameters(bare), flat_parameters(ddp))
     return {"val_loss": loss.item(), "reload_loss": evaluate(bare, batches), "equal": equal,
@@ -392,46 +345,17 @@ def save_and_check(
 # ---------------------------------------------------------------- 小工具
 
 
-def build(config: GPTConfig, seed: int, me: Rank) -> GPT:
-    """由种子决定初始权重的模型。"""
-    torch.manual_seed(seed)
-    return GPT(config).to(me.device)
-
-
-def to_device(batch: Batch, me: Rank) -> Batch:
+def to_device(batch: Batch, me: World) -> Batch:
     """把一批数据放到这个 rank 的设备上。"""
     return batch[0].to(me.device), batch[1].to(me.device)
 
 
-def flat_parameters(model: nn.Module) -> Tensor:
-    """全部参数接成一个向量。"""
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-
-
-def flat_gradients(model: nn.Module) -> Tensor:
-    """全部梯度接成一个向量。"""
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-def reference(config: GPTConfig, o: Options, me: Rank, batches: list[Batch]) -> Tensor:
+def reference(config: GPTConfig, o: Options, me: World, batches: list[Batch]) -> Tensor:
     """单进程、裸模型在这些数据上的梯度（每个 batch 的平均 loss 相加）。"""
-    model = build(config, o.seed, me)
+    model = seeded_gpt(config, o.seed, me.device)
     for batch in batches:
         model(*batch)[1].backward()
     return flat_gradients(model)
-
-
-def relative(got: Tensor, right: Tensor) -> float:
-    """相对误差 ‖g − g*‖/‖g*‖。"""
-    return ((got - right).norm() / right.norm()).item()
-
-
-def disagreement(vector: Tensor) -> float:
-    """各 rank 的这个向量最多差多少：逐元素取最大减最小。"""
-    high, low = vector.clone(), vector.clone()
-    dist.all_reduce(high, op=dist.ReduceOp.MAX)
-    dist.all_reduce(low, op=dist.ReduceOp.MIN)
-    return (high - low).max().item()
 
 
 # ---------------------------------------------------------------- 入口
@@ -454,11 +378,11 @@ def checked(options: Options) -> GPTConfig:
 def main(options: Options) -> None:
     """加入进程组，依次运行每个小节；rank 0 打印表格并写 results/ddp_train_*.csv。"""
     o, config = options, checked(options)
-    with process_group() as me:
+    with torchrun_world(COMMAND) as me:
         tokens = load_tokens(vocab_size=config.vocab_size)
         data = tokens["train"]
         trace, summary, ddp = equivalence(config, data, o, me)
-        report(me, "loss", f"{me.world} 个 rank 与单进程：每步的 loss", trace, every=5)
+        report(me, "loss", f"{me.size} 个 rank 与单进程：每步的 loss", trace, every=5)
         report(me, "equivalence", f"训练 {o.steps} 步之后", [summary])
         report(me, "weights", "初始权重：各 rank 相差多少", initial_weights(config, data, o, me))
         report(me, "data", "各 rank 的数据", same_data(config, data, o, me))
@@ -483,7 +407,7 @@ FORMATS = {
 }  # fmt: skip
 
 
-def report(me: Rank, name: str, title: str, rows: list[dict], every: int = 1) -> None:
+def report(me: World, name: str, title: str, rows: list[dict], every: int = 1) -> None:
     """rank 0 打印一张表（每 `every` 行印一行，末行总在），写进 results/ddp_train_<name>.csv。"""
     if not me.master:
         return

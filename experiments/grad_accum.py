@@ -19,13 +19,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from experiments.measure import interleaved, medians, print_table, run_main, save_csv
-from experiments.recipe import adamw, learning_rate, set_learning_rate, valid_tokens
+from experiments.lab.results import print_table, run_main, save_csv
+from experiments.lab.timing import interleaved, medians
+from experiments.ranks.compare import flat_gradients, flat_parameters, largest_difference
+from experiments.training.recipe import (
+    adamw,
+    learning_rate,
+    seeded_gpt,
+    set_learning_rate,
+    valid_tokens,
+)
 from model import GPT, IGNORE_INDEX, GPTConfig
-from tokens import load_tokens, sample_batch
+from tokens import Batch, load_tokens, sample_batch
 from tokens.errors import UserError
 
-Batch = tuple[Tensor, Tensor]  # x 与 y，各 (B, T) 的 int64
 Weighting = Literal["tokens", "parts", "none"]
 STEPS = 6  # 完整训练的对照走几次更新
 
@@ -87,11 +94,6 @@ def accumulate(model: nn.Module, micros: list[Batch], weighting: Weighting = "to
         loss.backward()  # .grad += 这一份的贡献；激活随即释放
         step_loss += loss.item()
     return step_loss
-
-
-def flat_gradients(model: nn.Module) -> Tensor:
-    """全部梯度接成一个向量，便于比较。"""
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 def gradients(
@@ -260,7 +262,7 @@ def norms(config: GPTConfig, batch: Batch, k: int, seed: int) -> list[dict]:
     """同一个模型只换归一化层：RMSNorm、LayerNorm 不破坏等价，BatchNorm 破坏。"""
     rows = []
     for kind in NORMS:
-        model = replace_norms(build(config, seed), kind)
+        model = replace_norms(seeded_gpt(config, seed), kind)
         right, _ = gradients(model, [batch])
         got, _ = gradients(model, split(batch, k))
         rows.append({"norm": kind, "parts": k} | compare(got, right))
@@ -285,7 +287,7 @@ def dropout(config: GPTConfig, batch: Batch, k: int, seed: int, p: float = 0.1) 
     """dropout：同一个种子、不同拆法抽到的掩码不同；把掩码按行固定下来，等价就回来了。"""
 
     def run(parts: int, run_seed: int, mask: Tensor | None = None) -> Tensor:
-        model = build(config, seed)
+        model = seeded_gpt(config, seed)
         for layer in (model.embed, *model.blocks):
             layer.register_forward_hook(DropoutHook(p, mask))
         torch.manual_seed(run_seed)
@@ -352,7 +354,7 @@ def forgotten_division(config: GPTConfig, batch: Batch, k: int, seed: int) -> li
     for name in ("SGD", "AdamW"):
         moves = []
         for scale in (1, k):
-            model = build(config, seed)
+            model = seeded_gpt(config, seed)
             before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
             optimizer = adamw(model, lr=1e-3, weight_decay=0.0)
             if name == "SGD":
@@ -374,7 +376,7 @@ def train(
     config: GPTConfig, batches: list[Batch], parts: int, seed: int, weighting: Weighting = "tokens"
 ) -> tuple[GPT, list[dict]]:
     """每个大 batch 拆成 `parts` 份、更新一次；学习率、日志都按更新次数走，与 `parts` 无关。"""
-    model = build(config, seed)
+    model = seeded_gpt(config, seed)
     optimizer = adamw(model, lr=3e-3)
     trace = []
     for step, batch in enumerate(batches):  # step 数的是更新，不是 micro-batch
@@ -387,18 +389,6 @@ def train(
         trace.append({"step": step, "parts": parts, "weighting": weighting, "lr": lr,
                       "loss": loss, "grad_norm": norm.item()})  # fmt: skip
     return model, trace
-
-
-def largest_difference(a: nn.Module, b: nn.Module) -> float:
-    """两个模型的参数最大相差多少。"""
-    pairs = zip(a.parameters(), b.parameters(), strict=True)
-    return max((p - q).abs().max().item() for p, q in pairs)
-
-
-def build(config: GPTConfig, seed: int) -> GPT:
-    """由种子决定初始权重的模型。"""
-    torch.manual_seed(seed)
-    return GPT(config)
 
 
 # ---------------------------------------------------------------- 入口
@@ -430,7 +420,7 @@ def main(options: Options) -> None:
     def draw(rows: int, seq_len: int = o.seq_len) -> Batch:
         return sample_batch(data, rows, seq_len, generator)
 
-    batch, model, k = draw(o.sequences), build(config, o.seed), o.parts[len(o.parts) // 2]
+    batch, model, k = draw(o.sequences), seeded_gpt(config, o.seed), o.parts[len(o.parts) // 2]
     report("equal", "等长：与一整批的梯度相差多少", equal_parts(model, batch, o.parts))
     padded = padded_parts(model, batch, o.parts, generator)
     report("padded", "变长：两种权重", padded, hide=("full_loss", "max_grad", "norm_ratio"))
@@ -455,8 +445,8 @@ def report_training(config: GPTConfig, batches: list[Batch], k: int, seed: int) 
     parts, other = train(config, batches, k, seed)
     save_csv(trace + other, "grad_accum_train")
     loss = max(abs(a["loss"] - b["loss"]) for a, b in zip(trace, other, strict=True))
-    print(f"\n训练 {len(batches)} 步，1 份对 {k} 份：loss 最多差 {loss:.1e}，"
-          f"参数最多差 {largest_difference(whole, parts):.1e}")  # fmt: skip
+    gap = largest_difference(flat_parameters(whole), flat_parameters(parts))
+    print(f"\n训练 {len(batches)} 步，1 份对 {k} 份：loss 最多差 {loss:.1e}，参数最多差 {gap:.1e}")
 
 
 FORMATS = {

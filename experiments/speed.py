@@ -16,11 +16,12 @@ from statistics import median
 import pandas as pd
 import torch
 
-from experiments import hardware, step
-from experiments.measure import print_table, run_main, save_csv
-from experiments.roofline import category, copy_bandwidth, operations
-from experiments.step import StepOptions
-from experiments.worker import (
+from experiments.lab import hardware
+from experiments.lab.results import print_table, run_main, save_csv
+from experiments.lab.roofline import category, copy_bandwidth, operations
+from experiments.training import step
+from experiments.training.step import StepOptions
+from experiments.training.variant import (
     Setting,
     Variant,
     build,
@@ -32,6 +33,7 @@ from experiments.worker import (
 )
 from tokens.errors import UserError
 
+VOCAB = 8192  # 全书的词表大小
 STINT = 5  # 轮到一个变体时连走几步：太长就不算交错，太短则多半时间在走不计时的那一步
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-3, 3e-2  # 走完同样的步之后，loss 与朴素写法的相对差
 
@@ -424,7 +426,9 @@ def main(options: Options) -> None:
     """按选项量、打印、写 CSV。"""
     if options.roofline:
         peaks = measure_peaks(options)
-        table = operations(options.setting(), hardware.bf16_support()[0])
+        table = operations(
+            options.batch_size * options.seq_len, options.d_model, VOCAB, hardware.bf16_support()[0]
+        )
         peaks = peaks.at_least(table)
         print(describe_machine(peaks))
         print_table(table, {"intensity": "{:.1f}", "gflops": "{:.0f}", "gb_per_s": "{:.1f}"})

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from experiments.measure import print_table, run_main, save_csv
-from experiments.recipe import adamw, evaluate, learning_rate
-from experiments.step import StepOptions, best_options, make_step
+from experiments.lab.results import print_table, run_main, save_csv
+from experiments.training.recipe import adamw, evaluate, learning_rate
+from experiments.training.step import StepOptions, best_options, make_step
 from model import GPT, GPTConfig
 from tokens import load_tokens, sample_batch
 from tokens.errors import UserError

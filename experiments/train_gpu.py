@@ -25,17 +25,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments import checkpoint, hardware
-from experiments.batches import feed, load_data, stream, to_device, to_host, windows
-from experiments.meter import Meter, peak_memory_gb
-from experiments.options import parse
-from experiments.recipe import adamw, learning_rate, muon_and_adamw, set_learning_rate, valid_tokens
-from experiments.run_log import RunLog, announce
-from experiments.snapshot import restore, snapshot
-from experiments.start import Start, choose_start, compare_vocabulary
-from experiments.step import compiled, keep_freed_memory, one_exp_cross_entropy
-from experiments.train_options import Options, check
-from experiments.world import Interruption, World, leave_world, start_world
+from experiments.lab import hardware
+from experiments.loop import checkpoint
+from experiments.loop.batches import feed, load_data, stream, to_device, to_host, windows
+from experiments.loop.command_line import parse
+from experiments.loop.log import RunLog, announce
+from experiments.loop.meter import Meter, peak_memory_gb
+from experiments.loop.options import Options, check
+from experiments.loop.snapshot import restore, snapshot
+from experiments.loop.start import Start, choose_start, compare_vocabulary
+from experiments.ranks.world import Interruption, World, leave_world, start_world
+from experiments.training.recipe import (
+    adamw,
+    learning_rate,
+    muon_and_adamw,
+    set_learning_rate,
+    valid_tokens,
+)
+from experiments.training.step import compiled, keep_freed_memory, one_exp_cross_entropy
 from model import GPT
 from tokens.errors import UserError
 

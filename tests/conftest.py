@@ -1,34 +1,23 @@
 """各测试模块共用的 fixture：真实数据、一份随机小数据、以及像读者那样启动一个脚本。"""
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
+from experiments.ranks.launch import child_environment, kill_tree, torchrun_command
 from tokens import load_tokens
 from tokens.data import id_dtype
 from tokens.files import atomic_write
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# 子进程的环境：单线程（两个核要分给几个进程），gloo 走回环网卡，画图不开窗口，中文不乱码。
-CHILD_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-    "MPLBACKEND": "Agg",
-    "PYTHONUTF8": "1",
-    "PYTHONUNBUFFERED": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+# 子进程在公共的环境之外：输出不缓冲，transformers 不联网
+CHILD_ENV = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -99,12 +88,13 @@ def _run_script(
     env: dict[str, str] | None = None,
     timeout: float = 120,
 ) -> subprocess.CompletedProcess:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    command = [sys.executable, *(torchrun if nproc else []), str(path), *map(str, args)]
+    command = [sys.executable, str(path), *map(str, args)]
+    if nproc:
+        command = torchrun_command(str(path), *args, nproc=nproc)
     with subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, **CHILD_ENV, **(env or {})},
+        env=child_environment(threads=1) | CHILD_ENV | (env or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -122,17 +112,3 @@ def _run_script(
                 pytest.fail(f"{timeout} s 内没有结束：{' '.join(command)}\n{shown}")
             raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
-
-
-def kill_tree(pid: int) -> None:
-    """杀掉进程和它的全部后代：torchrun 给每个 worker 开了新的会话，只杀进程组会漏掉它们。"""
-    try:
-        root = psutil.Process(pid)
-        family = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for member in family:
-        try:
-            member.send_signal(getattr(signal, "SIGKILL", signal.SIGTERM))
-        except psutil.NoSuchProcess:
-            pass

@@ -7,7 +7,7 @@ import sys
 import pandas as pd
 import pytest
 
-from experiments.measure import ROOT
+from experiments.lab.results import ROOT
 from tokens.errors import UserError
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

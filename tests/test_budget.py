@@ -13,8 +13,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from experiments import budget, memory, planning, published
-from experiments.architecture import (
+from experiments import budget
+from experiments.lab.devices import DEVICES, find_device
+from experiments.plan import memory, planning, published
+from experiments.plan.architecture import (
     PRESETS,
     Architecture,
     BudgetError,
@@ -26,8 +28,7 @@ from experiments.architecture import (
     kv_cache_bytes,
     llama,
 )
-from experiments.hardware_table import DEVICES, find_device
-from experiments.planning import Request, make_plan
+from experiments.plan.planning import Request, make_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "book" / "measured" / "budget_memory.csv"
@@ -348,7 +349,7 @@ def measured_rows() -> list[dict[str, str]]:
 
 def test_memory_estimate_within_ten_percent_of_tracked():
     """对 124M、1.3B、7B 的 eager、编译、重算与 FSDP，估计与逐张量跟踪的峰值相差不到 10 %。"""
-    from experiments.track_memory import SHAPES, predict
+    from benchmarks.track_memory import SHAPES, predict
 
     rows = measured_rows()
     assert {row["model"] for row in rows} == {"124M", "1.3B", "7B"}
@@ -376,7 +377,7 @@ def test_what_the_page_says_of_activations():
 
 def test_what_the_exercises_say():
     """练习里的数：124M 的显存激活过半、logits 近三成；3B 读到 7B 的 loss，总账不到一半。"""
-    from experiments.scaling_law import PUBLISHED
+    from experiments.training.law import PUBLISHED
 
     m = make_plan(Request(
         123_587_328.0, "4090", 1, seq_len=1024, vocab_size=50304, arch=PRESETS["124m"]
@@ -395,7 +396,7 @@ def test_what_the_exercises_say():
 @pytest.mark.parametrize("variant", ["eager", "compiled", "checkpoint"])
 def test_tracked_live(variant):
     """在这台机器上重新跟踪一个小形状，估计的误差仍不到 10 %。"""
-    from experiments.track_memory import Shape, predict, track
+    from benchmarks.track_memory import Shape, predict, track
 
     shape = Shape(512, 2, 8, 512, 8, 16384)
     peak = track(shape, variant)["peak"]
@@ -406,7 +407,7 @@ def test_tracked_live(variant):
 @pytest.mark.slow
 def test_tracked_live_fsdp():
     """FSDP2 也是：假的 8 卡进程组，估计的误差不到 10 %。"""
-    from experiments.track_memory import Shape, predict, track_fsdp
+    from benchmarks.track_memory import Shape, predict, track_fsdp
 
     shape = Shape(512, 4, 8, 512, 8, 16384)
     peak = track_fsdp(shape, "eager", 8)["peak"]
@@ -457,8 +458,8 @@ def test_an_impossible_plan_names_the_nearest():
 
 def test_the_plan_writes_what_train_gpu_reads(tmp_path, capsys, monkeypatch):
     """plan --out 写出的 TOML，train_gpu 的选项解析原样接受，并得到计划里的累积次数。"""
-    from experiments.options import parse
-    from experiments.train_options import Options, check
+    from experiments.loop.command_line import parse
+    from experiments.loop.options import Options, check
 
     path = tmp_path / "plan.toml"
     words = ["plan", "--params", "1.3e9", "--gpus", "8", "--out", str(path)]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import number_text
-from experiments.hardware_table import DEVICES
-from experiments.plan_report import answer
-from experiments.planning import Request
+from experiments.lab.devices import DEVICES
+from experiments.plan import number_text
+from experiments.plan.planning import Request
+from experiments.plan.report import answer
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = ROOT / "book"

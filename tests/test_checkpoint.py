@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import checkpoint
-from experiments.checkpoint import BEST, LAST, PREVIOUS, BrokenCheckpoint
+from experiments.loop import checkpoint
+from experiments.loop.checkpoint import BEST, LAST, PREVIOUS, BrokenCheckpoint
 from tokens.errors import UserError
 
 

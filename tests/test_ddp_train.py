@@ -1,16 +1,8 @@
-"""`experiments/ddp_train.py` 的断言：与单进程相同，通信数得清，错误用法各错在哪里。
+"""`experiments/ddp_train.py` 的断言：与单进程相同，通信数得清，错误用法各错在哪里。"""
 
-这个文件同时是几个小断言的 worker：`torchrun … tests/test_ddp_train.py 文件` 在两个进程里跑
-`worker`，rank 0 把量到的数写成 JSON；测试读它。
-"""
-
-import json
-import os
 import socket
-import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -20,8 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from experiments import ddp_train as dt
-from experiments.measure import RESULTS
+from experiments.lab.results import RESULTS
+from experiments.ranks.launch import run_ranks
+from experiments.ranks.world import World, torchrun_world
 from model import GPT, GPTConfig
+from tokens import global_batch
 from tokens.errors import UserError
 
 TINY = GPTConfig(vocab_size=64, d_model=32, n_head=1, n_layer=1, seq_len=16)
@@ -61,11 +56,11 @@ def test_shards_are_disjoint_and_complete():
 def test_global_batch_does_not_depend_on_the_rank_count():
     """第 s 步的全局 batch 只由 (seed, s) 决定：2 个 rank 与 4 个 rank 合起来读的是同样的行。"""
     data = torch.arange(1000)
-    a, b = (dt.global_batch(data, 3, 8, 16, 0)[0] for _ in range(2))
+    a, b = (global_batch(data, 3, 8, 16, 0)[0] for _ in range(2))
     two = torch.cat([dt.shard((a, a), r, 2)[0] for r in range(2)])
     four = torch.cat([dt.shard((b, b), r, 4)[0] for r in range(4)])
     assert torch.equal(two, four)
-    assert not torch.equal(a, dt.global_batch(data, 4, 8, 16, 0)[0]), "下一步读了同样的数据"
+    assert not torch.equal(a, global_batch(data, 4, 8, 16, 0)[0]), "下一步读了同样的数据"
 
 
 def test_sampler_splits_by_rank_and_needs_set_epoch():
@@ -106,7 +101,8 @@ def test_a_taken_port_is_one_sentence(monkeypatch):
         for name, value in names.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        with pytest.raises(UserError, match=f"127.0.0.1:{port}.*端口被占"), dt.process_group():
+        expected = pytest.raises(UserError, match=f"127.0.0.1:{port}.*端口被占")
+        with expected, torchrun_world(dt.COMMAND):
             pass
 
 
@@ -227,7 +223,7 @@ class Scalar(nn.Module):
         return None, getattr(self.w * x, reduction)()
 
 
-def synced_gradients(me: dt.Rank) -> dict:
+def synced_gradients(me: World) -> dict:
     """两份：rank 0 的梯度是 1、1，rank 1 的是 5、4；各方案之后各 rank 手里的梯度。"""
     values = ([1.0, 1.0], [5.0, 4.0])[me.rank]
     micros = [(2 * torch.tensor([v]), None) for v in values]  # accumulate 会除以 k = 2
@@ -235,22 +231,22 @@ def synced_gradients(me: dt.Rank) -> dict:
     for plan in dt.PLANS:
         ddp = dt.wrap(Scalar(), me)
         dt.accumulate(ddp, micros, plan)
-        both = [torch.zeros(1) for _ in range(me.world)]
+        both = [torch.zeros(1) for _ in range(me.size)]
         dist.all_gather(both, ddp.module.w.grad)
         table[plan] = [g.item() for g in both]
     return table
 
 
-def lone_token(me: dt.Rank) -> dict:
+def lone_token(me: World) -> dict:
     """rank 0 有 5 个 token（梯度 1），rank 1 只有 1 个（梯度 7）：两种加权的梯度。"""
     x = torch.full(((5, 1)[me.rank],), (1.0, 7.0)[me.rank])
     means, tokens = dt.wrap(Scalar(), me), dt.wrap(Scalar(), me)
     means(x, None)[1].backward()
-    dt.backward_by_tokens(tokens, (x, torch.zeros(len(x))), me.world)
+    dt.backward_by_tokens(tokens, (x, torch.zeros(len(x))), me.size)
     return {"means": means.module.w.grad.item(), "tokens": tokens.module.w.grad.item()}
 
 
-def rank_0_evaluates(me: dt.Rank, through_module: bool) -> str:
+def rank_0_evaluates(me: World, through_module: bool) -> str:
     """只有 rank 0 前向、别人去屏障等；返回 ok 或异常的类名。
 
     超时只设在这一组上：整个进程组也设 4 秒，机器忙的时候连会合都来不及。
@@ -269,25 +265,18 @@ def rank_0_evaluates(me: dt.Rank, through_module: bool) -> str:
     return "ok"
 
 
-def worker(path: Path) -> None:
-    """在两个进程里量上面的小例子；最后一个会弄坏进程组，所以写完就直接退出。"""
-    with dt.process_group() as me:
-        seen = {"sync": synced_gradients(me), "lone": lone_token(me),
-                "module": rank_0_evaluates(me, True)}  # fmt: skip
-        start = time.perf_counter()
-        seen["wrapper"] = rank_0_evaluates(me, False)
-        seen["waited"] = time.perf_counter() - start
-        if me.master:
-            path.write_text(json.dumps(seen, ensure_ascii=False), encoding="utf-8")
-        os._exit(0)
+def small_examples(me: World) -> dict:
+    """在每个进程里量上面的小例子。"""
+    seen = {"sync": synced_gradients(me), "lone": lone_token(me),
+            "module": rank_0_evaluates(me, True)}  # fmt: skip
+    start = time.perf_counter()
+    seen["wrapper"] = rank_0_evaluates(me, False)
+    return seen | {"waited": time.perf_counter() - start}
 
 
 @pytest.fixture(scope="module")
-def by_hand(run_script, tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("ddp") / "seen.json"
-    done = run_script("tests/test_ddp_train.py", path, nproc=2)
-    assert path.exists(), done.stderr[-3000:]
-    return json.loads(path.read_text(encoding="utf-8"))
+def by_hand() -> dict:
+    return run_ranks(small_examples, 2)[0]
 
 
 @pytest.mark.slow
@@ -312,6 +301,3 @@ def test_evaluating_through_the_wrapper_on_rank_0_hangs(by_hand):
     assert by_hand["module"] == "ok", f"{by_hand}"
     assert by_hand["wrapper"] != "ok" and by_hand["waited"] > 3, f"{by_hand}"
 
-
-if __name__ == "__main__":
-    worker(Path(sys.argv[1]))

@@ -19,8 +19,8 @@ import psutil
 import pytest
 from tiny_training import TINY, difference, start, state, trace, train_ranks
 
-from experiments import checkpoint
-from experiments.world import LOOPBACK
+from experiments.loop import checkpoint
+from experiments.ranks.world import LOOPBACK
 
 SCRIPT = Path(__file__).resolve().parent.parent / "experiments" / "train_gpu.py"
 EVERY_STEP = {"save_interval": 1}  # 每步都存：一半以上的时间在保存

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from experiments import grad_accum as ga
-from experiments.measure import RESULTS
-from experiments.recipe import valid_tokens
+from experiments.lab.results import RESULTS
+from experiments.ranks.compare import flat_parameters, largest_difference
+from experiments.training.recipe import seeded_gpt, valid_tokens
 from model import IGNORE_INDEX, GPTConfig
 from tokens import sample_batch
 from tokens.errors import UserError
@@ -26,7 +27,7 @@ def small_batch(rows: int = 16, seed: int = 1) -> ga.Batch:
 @pytest.fixture(scope="module")
 def page_rows(tokens) -> list[dict]:
     batch = sample_batch(tokens["train"], 32, 64, torch.Generator().manual_seed(0))
-    return ga.equal_parts(ga.build(PAGE, 0), batch, (2, 4, 8))
+    return ga.equal_parts(seeded_gpt(PAGE, 0), batch, (2, 4, 8))
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])
@@ -48,7 +49,7 @@ def test_forgetting_to_divide_multiplies_the_gradient_by_k(page_rows):
 
 def test_unequal_rows_need_token_weights():
     """行数不能整除时各份不等大：按 token 加权仍等于大 batch，除以 k 不等。"""
-    model, batch = ga.build(SMALL, 0), small_batch(10)
+    model, batch = seeded_gpt(SMALL, 0), small_batch(10)
     right, _ = ga.gradients(model, [batch])
     tokens = ga.compare(ga.gradients(model, ga.split(batch, 4))[0], right)
     parts = ga.compare(ga.gradients(model, ga.split(batch, 4), "parts")[0], right)
@@ -59,7 +60,7 @@ def test_unequal_rows_need_token_weights():
 def test_padded_batches_need_token_weights():
     """变长的一批：按 token 加权差不到 1e-6；除以 k 错 10% 以上，1 个一份时错得最多。"""
     rows = ga.padded_parts(
-        ga.build(SMALL, 0), small_batch(32), (2, 4, 8), torch.Generator().manual_seed(0)
+        seeded_gpt(SMALL, 0), small_batch(32), (2, 4, 8), torch.Generator().manual_seed(0)
     )
     for row in rows:
         if row["weighting"] == "tokens":
@@ -72,7 +73,7 @@ def test_padded_batches_need_token_weights():
 
 def test_one_times_32_equals_32_times_1():
     """变长的 32 个序列，一次 32 个与 32 次各 1 个，梯度与 loss 都相同（transformers #34191）。"""
-    model = ga.build(SMALL, 0)
+    model = seeded_gpt(SMALL, 0)
     batch = ga.pad_batch(small_batch(32), ga.short_and_long(32, 16))
     right, loss = ga.gradients(model, [batch])
     got, same_loss = ga.gradients(model, ga.split(batch, 32))
@@ -82,7 +83,7 @@ def test_one_times_32_equals_32_times_1():
 
 def test_micro_batch_of_pure_padding_adds_nothing():
     """一份全是填充时按 token 加权不受影响，而它的平均 loss 是 0/0：除以 k 得到 NaN。"""
-    model, (x, y) = ga.build(SMALL, 0), small_batch(4)
+    model, (x, y) = seeded_gpt(SMALL, 0), small_batch(4)
     y = y.clone()
     y[2:] = IGNORE_INDEX
     right, _ = ga.gradients(model, [(x, y)])
@@ -97,12 +98,12 @@ def test_a_step_without_valid_tokens_is_refused():
     """整步没有一个有效 token：报错，而不是用 NaN 更新参数。"""
     x, y = small_batch(4)
     with pytest.raises(ValueError, match="没有一个有效 token"):
-        ga.accumulate(ga.build(SMALL, 0), [(x, torch.full_like(y, IGNORE_INDEX))])
+        ga.accumulate(seeded_gpt(SMALL, 0), [(x, torch.full_like(y, IGNORE_INDEX))])
 
 
 def test_reported_loss_is_the_step_mean():
     """返回的 loss 是整步按 token 加权的平均，不是最后一个 micro-batch 的（nanoGPT #605）。"""
-    model = ga.build(SMALL, 0)
+    model = seeded_gpt(SMALL, 0)
     batch = ga.pad_batch(small_batch(8), ga.short_and_long(8, 16))
     micros = ga.split(batch, 4)
     _, loss = ga.gradients(model, micros)
@@ -113,7 +114,7 @@ def test_reported_loss_is_the_step_mean():
 
 def test_activation_memory_falls_as_one_over_k():
     """激活内存按 1/k 下降；整步的分配峰值也随之下降，8 份时不到一整批的 1/4。"""
-    rows = ga.memory(ga.build(SMALL, 0), small_batch(32), (2, 4, 8))
+    rows = ga.memory(seeded_gpt(SMALL, 0), small_batch(32), (2, 4, 8))
     whole = rows[0]
     for row in rows:
         expected = whole["activations"] / row["parts"]
@@ -155,7 +156,7 @@ def test_dropout_differs_only_by_its_masks():
 
 def test_bf16_accumulation_drifts():
     """累加器用 bf16，误差随份数增长，64 份时是只舍入一次的 2 倍以上；fp32 累加没有这个问题。"""
-    rows = ga.bf16_drift(ga.build(SMALL, 0), small_batch(64), (2, 64))
+    rows = ga.bf16_drift(seeded_gpt(SMALL, 0), small_batch(64), (2, 64))
     drift = {r["parts"]: r["rel_error"] for r in rows if r["accumulator"] == "bf16"}
     once = {r["parts"]: r["rel_error"] for r in rows if r["accumulator"] != "bf16"}
     assert drift[64] > drift[2] and drift[64] > 2 * once[64], f"bf16：{drift}；一次：{once}"
@@ -165,7 +166,7 @@ def test_short_last_group_is_weighted_by_its_own_tokens():
     """10 份、每 4 份更新一次：末组只有 2 份；除以 4 则梯度减半，漏进下个 epoch 则方向也变了。"""
     micros = ga.split(small_batch(10), 10)
     assert [len(group) for group in ga.groups(micros, 4)] == [4, 4, 2]
-    own, divided, leaked = ga.short_group(ga.build(SMALL, 0), micros, 4)
+    own, divided, leaked = ga.short_group(seeded_gpt(SMALL, 0), micros, 4)
     assert own["rel_error"] == 0.0
     assert divided["norm_ratio"] == pytest.approx(0.5, rel=1e-5), f"{divided}"
     assert leaked["micros"] == 6 and leaked["rel_error"] > 0.2, f"{leaked}"
@@ -173,7 +174,7 @@ def test_short_last_group_is_weighted_by_its_own_tokens():
 
 def test_short_group_counts_its_own_tokens():
     """末组按自己的 token 加权，就等于把这几份拼成一个 batch 算。"""
-    model, batch = ga.build(SMALL, 0), small_batch(10)
+    model, batch = seeded_gpt(SMALL, 0), small_batch(10)
     last = ga.groups(ga.split(batch, 10), 4)[-1]
     got, _ = ga.gradients(model, last)
     right, _ = ga.gradients(model, [tuple(t[8:] for t in batch)])
@@ -198,7 +199,7 @@ def test_same_trace_for_1_and_8_micro_batches():
     assert len(other) == len(batches), f"{len(batches)} 次更新记了 {len(other)} 步"
     losses = [abs(a["loss"] - b["loss"]) for a, b in zip(trace, other, strict=True)]
     norms = [abs(a["grad_norm"] - b["grad_norm"]) for a, b in zip(trace, other, strict=True)]
-    gap = ga.largest_difference(whole, parts)
+    gap = largest_difference(flat_parameters(whole), flat_parameters(parts))
     assert max(losses) < 1e-5 and max(norms) < 1e-4, f"loss {losses}，梯度范数 {norms}"
     assert gap < 1e-4, f"参数最大差 {gap}"
 

@@ -104,7 +104,7 @@ def imported_packages() -> dict[str, Path]:
     for folder in ("tokens", "experiments", "book", "tests"):
         files += (ROOT / folder).rglob("*.py")
     # 自己的包，以及同目录里按文件名导入的模块
-    own = {"tokens", "experiments", "figures", "_ext"} | {path.stem for path in files}
+    own = {"tokens", "experiments", "benchmarks", "figures", "_ext"} | {path.stem for path in files}
     own |= {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
     found: dict[str, Path] = {}
     for path in files:

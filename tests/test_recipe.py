@@ -1,11 +1,11 @@
-"""`experiments/recipe.py` 的断言：学习率与公开的数值一致，参数按维数分组，有效 token 数得对。"""
+"""`training/recipe.py` 的断言：学习率与公开的数值一致，参数按维数分组，有效 token 数得对。"""
 
 import math
 
 import pytest
 import torch
 
-from experiments.recipe import (
+from experiments.training.recipe import (
     adamw,
     evaluate,
     learning_rate,

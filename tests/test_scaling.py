@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments.measure import RESULTS
+from experiments.lab.results import RESULTS
 from experiments.scaling import (
     Options,
     build,
@@ -19,8 +19,8 @@ from experiments.scaling import (
     summarize,
     train,
 )
-from experiments.scaling_law import PUBLISHED, Law, bootstrap, fit_law, slope
-from experiments.step import StepOptions
+from experiments.training.law import PUBLISHED, Law, bootstrap, fit_law, slope
+from experiments.training.step import StepOptions
 from tokens.errors import UserError
 
 NOISE = 0.03  # nat；同一个配方换一种舍入，验证 loss 多半相差这么多以内

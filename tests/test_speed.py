@@ -6,10 +6,13 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments import hardware, measure, speed, step
-from experiments.roofline import category, operations
+from experiments import speed
+from experiments.lab import devices, hardware
+from experiments.lab import results as measure
+from experiments.lab.roofline import category, operations
 from experiments.speed import LADDER, Options, Peaks, climb, compare, conclusions, summarize
-from experiments.worker import Setting, Variant, Worker, build_model, sliced_batch
+from experiments.training import step
+from experiments.training.variant import Setting, Variant, Worker, build_model, sliced_batch
 from model import GPT, GPTConfig
 from tokens import sample_batch
 from tokens.errors import UserError
@@ -125,7 +128,7 @@ def test_attention_is_seven_percent_at_default_length():
 def test_the_worked_mfu_of_gpt2():
     """练习里的算例：A100 上 GPT-2 124M 每秒 136,000 个 token，MFU 37.2 %；漏掉注意力是 32.3 %。"""
     params, attention = 6 * 123_551_232, 12 * 12 * 1024 * 768
-    peak = hardware.DEVICES["a100"].peak_bf16
+    peak = devices.DEVICES["a100"].peak_bf16
     shares = [136_000 * flops / peak for flops in (params + attention, params)]
     assert [f"{share:.1%}" for share in shares] == ["37.2%", "32.3%"], shares
 
@@ -184,7 +187,7 @@ def test_every_kernel_has_a_kind(kernel, kind):
 
 def test_roofline_intensity():
     """算术强度按每个输入、输出各搬一遍算：2048³ 的 fp32 方阵是 2·2048³ / (3·2048²·4) ≈ 341。"""
-    table = operations(Setting(batch_size=1, seq_len=16), bf16=False).set_index("operation")
+    table = operations(16, 128, 8192, bf16=False).set_index("operation")
     assert table.loc["2048³ 方阵", "intensity"] == pytest.approx(2048 / 6)
     assert table.loc["残差相加", "intensity"] == pytest.approx(1 / 12)
 

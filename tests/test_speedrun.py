@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from experiments.measure import ROOT
+from experiments.lab.results import ROOT
 from experiments.speedrun import (
     ABLATIONS,
     BASE,

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments import step as step_module
-from experiments.hardware import bf16_support, compile_support
-from experiments.recipe import adamw
-from experiments.step import (
+from experiments.lab.hardware import bf16_support, compile_support
+from experiments.training import cross_entropy
+from experiments.training import step as step_module
+from experiments.training.recipe import adamw
+from experiments.training.step import (
     StepOptions,
     allocator_support,
     best_options,
@@ -121,7 +122,7 @@ def test_huge_logits():
 @pytest.mark.parametrize("rows", [1, 5, 1000])
 def test_one_exp_is_cross_entropy_for_any_chunk(monkeypatch, reduction, rows):
     """不论一段多长（1、5、超过总数），只算一遍 exp 的交叉熵与它的两个梯度都等于定义。"""
-    monkeypatch.setattr(step_module, "CHUNK_LOGITS", rows * 50)
+    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", rows * 50)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(13, 8, generator=generator, requires_grad=True)
     w = torch.randn(50, 8, generator=generator, requires_grad=True)
@@ -189,7 +190,7 @@ def test_memory_kept_changes_nothing():
 
 PAGE_FAULTS = """
 import resource, sys, torch
-from experiments.step import keep_freed_memory
+from experiments.training.step import keep_freed_memory
 if sys.argv[1] == "keep": assert keep_freed_memory()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(30): torch.ones(10_000_000)  # 对齐的块要试几次才找到稳定的位置

@@ -30,15 +30,17 @@ from tiny_training import (
     train_ranks,
 )  # fmt: skip
 
-from experiments import checkpoint, hardware, train_gpu
-from experiments.batches import step_batches, stream, windows
-from experiments.meter import Meter
-from experiments.options import parse
-from experiments.recipe import learning_rate
-from experiments.run_log import RunLog
-from experiments.start import Start
-from experiments.train_options import STRUCTURE, Options, check
-from experiments.world import LOOPBACK, Interruption, World, pick_device, use_loopback
+from experiments import train_gpu
+from experiments.lab import hardware
+from experiments.loop import checkpoint
+from experiments.loop.batches import step_batches, stream, windows
+from experiments.loop.command_line import parse
+from experiments.loop.log import RunLog
+from experiments.loop.meter import Meter
+from experiments.loop.options import STRUCTURE, Options, check
+from experiments.loop.start import Start
+from experiments.ranks.world import LOOPBACK, Interruption, World, pick_device, use_loopback
+from experiments.training.recipe import learning_rate
 from model import GPT, IGNORE_INDEX, GPTConfig
 from tokens.errors import UserError
 
@@ -946,7 +948,7 @@ def test_compiled_resume_is_bitwise_and_interchangeable(straight, tmp_path):
 def test_starts_from_a_llama_folder(tmp_path, capsys):
     """transformers 存下的 Llama 文件夹：装进来的模型 logits 相等（1e-5），训练从那里开始。"""
     transformers = pytest.importorskip("transformers")
-    from experiments.pretrained import load_llama
+    from experiments.loop.llama import load_llama
 
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
@@ -981,7 +983,7 @@ def test_folders_that_do_not_fit_say_why(tmp_path):
     """GPT-2、分组注意力、宽度不同、没有权重、坏的 config.json：各说出原因。"""
     import json
 
-    from experiments.pretrained import load_llama
+    from experiments.loop.llama import load_llama
 
     llama = {
         "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 160,
@@ -1150,7 +1152,8 @@ def test_sigterm_to_torchrun_saves_on_every_rank(tmp_path):
 
 def test_gpu_check_says_when_there_is_no_gpu(monkeypatch, capsys):
     """没有 GPU：一句话，退出码 2，什么也没有量。"""
-    from experiments import gpu_check, measure
+    from benchmarks import gpu_check
+    from experiments.lab import results as measure
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
@@ -1162,7 +1165,7 @@ def test_gpu_check_says_when_there_is_no_gpu(monkeypatch, capsys):
 
 def test_gpu_check_summary(monkeypatch):
     """日志 → 中位数的速度与 MFU；与 50 % 比较的那句话；超过 100 % 的不给。"""
-    from experiments import gpu_check
+    from benchmarks import gpu_check
 
     log = pd.DataFrame({
         "step": [1, 2, 3, 4], "tokens_per_s": [None, 4e5, 5e5, 6e5], "peak_gb": [30, 31, 31, 31],
@@ -1188,7 +1191,7 @@ def test_gpu_check_summary(monkeypatch):
 )
 def test_gpu_check_keeps_what_was_measured(monkeypatch, then, note):
     """到时限被停下、最后出错的训练，已经量到的速度照样算数；一步也没量到才是 error。"""
-    from experiments import gpu_check
+    from benchmarks import gpu_check
 
     options = gpu_check.Options(tiny=True)
     for rows, measured in (("1,,1\n2,500,1\n", True), ("1,,1\n", False)):
@@ -1210,7 +1213,7 @@ def test_gpu_check_runs_its_whole_course_on_a_cpu(tmp_path, capsys, monkeypatch)
     """--tiny：四种配置依次跑，JSON 里有速度与峰值内存；没有编译器时那两行说明原因，不冒充。"""
     import json
 
-    from experiments import gpu_check
+    from benchmarks import gpu_check
 
     monkeypatch.setenv("CXX", "/nowhere/c++")
     out = tmp_path / "r.json"

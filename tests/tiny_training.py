@@ -12,9 +12,10 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from experiments import checkpoint, train_gpu
-from experiments.train_options import Options
-from experiments.world import LOOPBACK
+from experiments import train_gpu
+from experiments.loop import checkpoint
+from experiments.loop.options import Options
+from experiments.ranks.world import LOOPBACK
 
 METHODS = multiprocessing.get_all_start_methods()  # Windows 上只有 spawn
 FORK = multiprocessing.get_context("forkserver" if "forkserver" in METHODS else "spawn")

@@ -1,9 +1,8 @@
-"""训练时用的数据：映射 tokens.pt，随机抽窗口。
+"""训练时用的数据：映射 tokens.pt，核对它。
 
-    from tokens import load_tokens, sample_batch
+    from tokens import load_tokens
 
     data = load_tokens(vocab_size=8192)
-    x, y = sample_batch(data["train"], batch_size=16, seq_len=128, generator=generator)
 """
 
 import hashlib
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tokens import novel
 from tokens.errors import UserError
@@ -44,24 +42,6 @@ def load_tokens(path: str | os.PathLike | None = None, vocab_size: int | None = 
     _check_pair(path, data["meta"])
     _check_ids(path, vocab_size or data["meta"]["vocab_size"])
     return data
-
-
-def sample_batch(
-    data: Tensor, batch_size: int, seq_len: int, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
-    """从一维 token 流均匀地抽 `batch_size` 个窗口，返回 x、y：int64，形状 (batch_size, seq_len)。
-
-    y 比 x 晚一位：y[:, t] 是读完 x[:, :t+1] 之后该猜的 token。
-    `data` 不足 seq_len + 1 个 token 时抛 `UserError`。
-    """
-    if len(data) < seq_len + 1:
-        raise UserError(
-            f"这一份数据只有 {len(data)} 个 token，不够一个窗口（seq_len + 1 = {seq_len + 1}）："
-            "请减小 seq_len，或准备更多文本（或更大的 --val-fraction）。"
-        )
-    starts = torch.randint(len(data) - seq_len, (batch_size, 1), generator=generator)
-    windows = data[starts + torch.arange(seq_len + 1)].long()  # (batch_size, seq_len + 1)
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def resolve(path: str | os.PathLike | None, name: str) -> Path:

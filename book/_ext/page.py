@@ -5,20 +5,16 @@
 书页（`book/*.md`）执行时工作目录是 `book/`，所以 `_ext` 和 `figures` 可以直接导入。
 """
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import join
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import psutil
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
@@ -28,6 +24,8 @@ for _folder in (ROOT / "book", ROOT):  # import model 指的是这份代码，�
         sys.path.insert(0, str(_folder))
 
 from figures.style import use_style  # noqa: E402  要等 sys.path 就绪
+
+from experiments.ranks import launch  # noqa: E402
 
 __all__ = [
     "ROOT",
@@ -122,38 +120,18 @@ def _command(
     """真正执行的命令，以及读者会键入的写法。"""
     if not (ROOT / script).is_file():
         raise ScriptError(f"没有脚本 {script}：路径要相对仓库根目录写，如 experiments/speed.py")
-    launcher, shown = [sys.executable], ["python"]
+    command = [sys.executable, script, *args]
     if nproc is not None:
-        flags = ["--standalone", "--nproc-per-node", str(nproc)]
-        # -m 的写法等于 torchrun，但不要求虚拟环境的 bin 目录在 PATH 里
-        launcher, shown = [*launcher, "-m", "torch.distributed.run", *flags], ["torchrun", *flags]
+        command = launch.torchrun_command(script, *args, nproc=nproc)
     prefix = "".join(f"{name}={value} " for name, value in env.items())
-    return [*launcher, script, *args], prefix + join([*shown, script, *args])
+    return command, prefix + launch.shown(script, *args, nproc=nproc)
 
 
 def _environment(processes: int, threads: int | None) -> dict[str, str]:
-    """脚本的环境：线程数写明、不弹窗口、只用本机网络、UTF-8、导入这份仓库的代码。"""
-    if threads is None:
-        usable = getattr(os, "process_cpu_count", None)  # Python 3.13 起
-        affinity = getattr(os, "sched_getaffinity", None)  # 只有 Linux 有
-        cores = usable() if usable else len(affinity(0)) if affinity else os.cpu_count()
-        threads = max(1, (cores or 1) // processes)
-    env = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
-    return env | {
-        "OMP_NUM_THREADS": str(threads),  # 不写明时 torchrun 会悄悄设成 1
-        "MKL_NUM_THREADS": str(threads),
-        "MPLBACKEND": "Agg",
-        "GLOO_SOCKET_IFNAME": _loopback(),
-        "PYTHONUTF8": "1",
-        "PYTHONIOENCODING": "utf-8",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "COLUMNS": "100",  # 帮助和表格的折行宽度不随终端变化
-    }
-
-
-def _loopback() -> str:
-    """本机回环网卡的名字：Linux 是 lo，macOS 是 lo0；Windows 上 gloo 不看这个变量。"""
-    return "lo0" if sys.platform == "darwin" else "lo"
+    """脚本的环境：在 `child_environment` 之外，导入这份仓库的代码，折行宽度不随终端变化。"""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = launch.child_environment(processes, threads)
+    return environment | {"PYTHONPATH": path, "COLUMNS": "100"}
 
 
 def _text(output: bytes) -> str:
@@ -162,22 +140,8 @@ def _text(output: bytes) -> str:
 
 
 def _terminate(process: subprocess.Popen) -> tuple[bytes, bytes]:
-    """先请进程组退出，宽限期后强行结束它的全部后代；返回它已经写出的内容。
-
-    只杀进程组不够：torchrun 给每个 worker 开了新的会话，它们不在这个组里。
-    """
-    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-        root = psutil.Process(process.pid)
-        family = [root, *root.children(recursive=True)]
-        if hasattr(os, "killpg"):  # Windows 没有进程组信号
-            os.killpg(process.pid, signal.SIGTERM)
-        else:
-            process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=TERMINATE_GRACE)
-        for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
+    """先请进程组退出，宽限期后强行结束它的全部后代；返回它已经写出的内容。"""
+    launch.end_tree(process, grace=TERMINATE_GRACE)
     return process.communicate()
 
 

@@ -5,11 +5,11 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from experiments.architecture import PRESETS
-from experiments.memory import USABLE, estimate
-from experiments.plan_report import COMPARED, strategy_name
-from experiments.planning import training_flops, training_hours
-from experiments.published import MFU_RUNS, MFU_USUAL, WHOLE_RUNS
+from experiments.plan.architecture import PRESETS
+from experiments.plan.memory import USABLE, estimate
+from experiments.plan.planning import training_flops, training_hours
+from experiments.plan.published import MFU_RUNS, MFU_USUAL, WHOLE_RUNS
+from experiments.plan.report import COMPARED, strategy_name
 from figures.style import CYCLE, arrow, box, canvas, note
 
 # 显存四部分的颜色，与计算器相同

@@ -1,4 +1,4 @@
-// 预算计算器。算法与 experiments/planning.py、memory.py 逐行对应，文字与 plan_report.py 相同；
+// 预算计算器。算法与 experiments/plan/planning.py、memory.py 逐行对应，文字与 plan_report.py 相同；
 // tests/test_budget_page.py 用几百组随机输入逐字比较。没有依赖，离线可用；Node 里也能 require。
 (function (root) {
   "use strict";

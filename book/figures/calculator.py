@@ -1,13 +1,13 @@
 """预算计算器：把设备表、页面片段与 `calculator.js` 拼成一段可以直接放进书页的 HTML。
 
-设备表由 `experiments/hardware_table.py` 当场写出，所以网页与命令行永远用同一份。
+设备表由 `experiments/lab/devices.py` 当场写出，所以网页与命令行永远用同一份。
 """
 
 import json
 from dataclasses import asdict
 from pathlib import Path
 
-from experiments.hardware_table import DEVICES, PRICE_DATE
+from experiments.lab.devices import DEVICES, PRICE_DATE
 
 SCRIPT = Path(__file__).with_name("calculator.js")
 

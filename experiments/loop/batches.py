@@ -10,9 +10,9 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from experiments.recipe import valid_tokens
-from experiments.train_options import Options
-from experiments.world import World
+from experiments.loop.options import Options
+from experiments.ranks.world import World
+from experiments.training.recipe import valid_tokens
 from model import IGNORE_INDEX
 from tokens import load_tokens
 from tokens.errors import UserError

@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-from experiments.architecture import BudgetError
-from experiments.memory import USABLE, Memory, estimate
-from experiments.number_text import duration, fixed, grouped, readable, scientific
-from experiments.planning import (
+from experiments.plan.architecture import BudgetError
+from experiments.plan.memory import USABLE, Memory, estimate
+from experiments.plan.number_text import duration, fixed, grouped, readable, scientific
+from experiments.plan.planning import (
     MFU_HIGH,
     MFU_LOW,
     STRATEGY_NAMES,

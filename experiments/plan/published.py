@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.architecture import (
+from experiments.plan.architecture import (
     PRESETS,
     Architecture,
     executed_flops_per_token,

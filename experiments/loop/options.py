@@ -1,6 +1,6 @@
 """train_gpu 的全部选项，以及开工之前的检查：不合理的值在分配任何东西之前就被拒绝。
 
-命令行和配置文件怎样变成这个 dataclass，见 `experiments/options.py`。
+命令行和配置文件怎样变成这个 dataclass，见 `experiments/loop/command_line.py`。
 """
 
 import math

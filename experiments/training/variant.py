@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from experiments.recipe import adamw
-from experiments.step import StepOptions, make_step
+from experiments.training.recipe import adamw
+from experiments.training.step import StepOptions, make_step
 from model import GPT, GPTConfig
 from tokens import load_tokens, sample_batch
 
@@ -146,7 +146,8 @@ def process_context(fresh: bool = False) -> multiprocessing.context.BaseContext:
     from multiprocessing import forkserver  # 别的系统上不一定有
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", "experiments.worker", "torch._inductor.compile_fx"])
+    modules = ["__main__", "experiments.training.variant", "torch._inductor.compile_fx"]
+    context.set_forkserver_preload(modules)
     forkserver.ensure_running()  # 不等它导入完；已经在运行时什么也不做
     return context
 

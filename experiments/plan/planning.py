@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from experiments.architecture import Architecture, BudgetError, flops_per_token, gpt
-from experiments.hardware_table import DEVICES, Device
-from experiments.memory import USABLE, Memory, estimate
-from experiments.number_text import duration, fixed, readable
+from experiments.lab.devices import DEVICES, Device
+from experiments.plan.architecture import Architecture, BudgetError, flops_per_token, gpt
+from experiments.plan.memory import USABLE, Memory, estimate
+from experiments.plan.number_text import duration, fixed, readable
 
 TOKENS_PER_PARAM = 20.0  # Chinchilla（arXiv 2203.15556）
 ENOUGH_TOKENS = 4096  # 一个 micro-batch 至少这么多 token，矩阵乘法才够大

@@ -1,7 +1,7 @@
 """GPU 检查：一条命令、至多五分钟，在一张 GPU 上量 gpt_124m 的速度，与 50 % 的 MFU 比较。
 
-    python experiments/gpu_check.py                  # 一张 GPU
-    python experiments/gpu_check.py --tiny           # 没有 GPU：极小的形状，只把流程走一遍
+    python benchmarks/gpu_check.py                  # 一张 GPU
+    python benchmarks/gpu_check.py --tiny           # 没有 GPU：极小的形状，只把流程走一遍
 
 真实的与随机的 token、编译与 eager，四次训练各是一个 `train_gpu.py` 进程，最要紧的先做；
 每次的时限按剩下的时间分，到时限就停，已经走的步照样算数。
@@ -22,8 +22,8 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from experiments.hardware import describe, peak_flops
-from experiments.measure import RESULTS, ROOT, run_main
+from experiments.lab.hardware import describe, peak_flops
+from experiments.lab.results import RESULTS, ROOT, run_main
 from model import GPT, GPTConfig
 from tokens.errors import UserError
 from tokens.files import atomic_write

@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -39,10 +41,11 @@ class World:
             print(message, file=sys.stderr if error else sys.stdout, flush=True)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """各进程的张量相加（就地），所有进程得到同一个和。CPU 张量走 gloo，不打断 GPU。"""
+        """各进程的张量之和（新的张量），每个进程都得到。CPU 张量走 gloo，不打断 GPU。"""
+        total = tensor.clone()
         if dist.is_initialized():
-            dist.all_reduce(tensor)
-        return tensor
+            dist.all_reduce(total)
+        return total
 
     def together(self, work: Callable[[], Any]) -> Any:
         """每个进程都做 `work`；有一个报了 `UserError`，大家就报同一个：同进同退，谁也不空等。"""
@@ -121,8 +124,11 @@ def cannot_join(error: Exception) -> UserError:
     )
 
 
-def start_world(device_name: str) -> World:
-    """有 RANK 就是 torchrun 启动的：加入进程组。GPU 之间用 nccl，CPU 上的张量用 gloo。"""
+def start_world(device_name: str, *, timeout: float | None = None) -> World:
+    """有 RANK 就是 torchrun 启动的：加入进程组。GPU 之间用 nccl，CPU 上的张量用 gloo。
+
+    `timeout`（秒）是一次通信最多等多久；None 用 PyTorch 的默认（gloo 30 分钟、nccl 10 分钟）。
+    """
     device = pick_device(device_name, int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -132,7 +138,10 @@ def start_world(device_name: str) -> World:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, store=attempt_store(size), rank=rank, world_size=size)
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        dist.init_process_group(
+            backend, store=attempt_store(size), rank=rank, world_size=size, timeout=limit
+        )
     except (KeyError, ValueError, RuntimeError) as error:
         raise cannot_join(error) from error
     return World(dist.get_rank(), dist.get_world_size(), device)
@@ -143,6 +152,41 @@ def leave_world(world: World) -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+@contextmanager
+def joined(device_name: str, *, timeout: float = 120.0) -> Iterator[World]:
+    """加入进程组，用完一起退出；中途出错就不等别人，让错误出来。"""
+    world = start_world(device_name, timeout=timeout)
+    try:
+        yield world
+        if dist.is_initialized():
+            dist.barrier()  # 都做完了再一起走：先退出的进程会让别人的通信断掉
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def torchrun_world(
+    command: str, *, sizes: Sequence[int] | None = None, timeout: float = 120.0
+) -> Iterator[World]:
+    """按 torchrun 设好的环境变量加入进程组，用完退出；每个进程都有 GPU 时用 GPU，否则都用 CPU。
+
+    不是由 torchrun 启动、只有一个进程，或者进程数不在 `sizes` 里（None 表示不限）时抛 UserError，
+    给出正确的 `command`。
+    """
+    if "RANK" not in os.environ:
+        raise UserError(f"这个脚本要由 torchrun 启动，请改用：{command}")
+    size = int(os.environ["WORLD_SIZE"])
+    if size < 2:
+        raise UserError(f"只有 {size} 个进程，没有谁可以对比；请改用：{command}")
+    if sizes is not None and size not in sizes:
+        allowed = "、".join(map(str, sizes))
+        raise UserError(f"{size} 个进程：这个脚本只能用 {allowed} 个；请改用：{command}")
+    enough = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    with joined("cuda" if enough else "cpu", timeout=timeout) as world:
+        yield world
 
 
 class Interruption:

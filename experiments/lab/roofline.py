@@ -4,7 +4,6 @@ roofline 模型（Williams 等 2009）：每秒能做的 FLOP 不超过 min(算�
 算术强度是每搬一个字节做多少 FLOP。
 """
 
-import time
 from collections.abc import Callable
 
 import pandas as pd
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.worker import Setting
+from experiments.lab.timing import best_seconds
 
 # 名字里有这些片段的算子或内核属于哪一类；从上到下第一个匹配的算数
 KINDS = (
@@ -33,30 +32,21 @@ def category(kernel: str) -> str:
     return "框架开销"
 
 
-def best_seconds(run: Callable[[], object], seconds: float = 0.3) -> float:
-    """反复运行约 `seconds` 秒，最快一次的秒数；先跑一次不计。"""
-    run()
-    best, deadline = float("inf"), time.perf_counter() + seconds
-    while best == float("inf") or time.perf_counter() < deadline:  # 至少一次
-        start = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
 def copy_bandwidth(seconds: float = 1.0, megabytes: int = 256) -> float:
     """实测的内存带宽，字节/s：c = a + b，三个 `megabytes` MiB 的 fp32 数组，比缓存大得多。"""
     a, b, c = torch.ones(3, megabytes << 18)
     return 3 * a.nbytes / best_seconds(lambda: torch.add(a, b, out=c), seconds)
 
 
-def operations(setting: Setting, bf16: bool) -> pd.DataFrame:
+def operations(tokens: int, d: int, vocab: int, bf16: bool) -> pd.DataFrame:
     """训练一步里几个有代表性的运算：算术强度（FLOP/字节）与实测速度。
+
+    `tokens` 是一步的 token 数，`d` 是模型宽度，`vocab` 是词表大小。
 
     字节数按「每个输入读一遍、每个输出写一遍」算，这是任何实现都省不掉的。
     """
     rows = []
-    for name, dtype, flops, tensors, run in _cases(setting, bf16):
+    for name, dtype, flops, tensors, run in _cases(tokens, d, vocab, bf16):
         moved = sum(t.nbytes for t in tensors)
         seconds = best_seconds(run)
         rows.append({
@@ -70,8 +60,7 @@ def operations(setting: Setting, bf16: bool) -> pd.DataFrame:
 Case = tuple[str, torch.dtype, float, tuple[Tensor, ...], Callable[[], object]]
 
 
-def _cases(setting: Setting, bf16: bool) -> list[Case]:
-    tokens, d, vocab = setting.batch_size * setting.seq_len, setting.d_model, 8192
+def _cases(tokens: int, d: int, vocab: int, bf16: bool) -> list[Case]:
     cases: list[Case] = []
     for dtype in (torch.float32, torch.bfloat16) if bf16 else (torch.float32,):
         shapes = {"2048³ 方阵": (2048, 2048, 2048), "输出头": (tokens, d, vocab)}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experiments import hardware
+from experiments.lab import hardware
 from tokens.errors import UserError
 from tokens.files import atomic_write
 

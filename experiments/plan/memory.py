@@ -1,6 +1,6 @@
 """一张卡上的训练显存：每一项是什么、有多大、出自哪里。只用标准库，单位 GB（10^9 字节）。
 
-公式由逐张量跟踪（`experiments/track_memory.py`）核对，误差见 `book/measured/budget_memory.csv`。
+公式由逐张量跟踪（`benchmarks/track_memory.py`）核对，误差见 `book/measured/budget_memory.csv`。
 这里**没有**：CUDA 上下文、显存池碎片、cuBLAS 与 NCCL 的缓冲；`USABLE` 为它们留出一成。
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.architecture import Architecture, BudgetError
+from experiments.plan.architecture import Architecture, BudgetError
 
 GB = 1e9
 USABLE = 0.9  # 显存的一成留给 CUDA 上下文、碎片与通信缓冲

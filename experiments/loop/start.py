@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments import checkpoint
-from experiments.pretrained import load_llama
-from experiments.train_options import STRUCTURE, Options, check
-from experiments.world import World
+from experiments.loop import checkpoint
+from experiments.loop.llama import load_llama
+from experiments.loop.options import STRUCTURE, Options, check
+from experiments.ranks.world import World
 from model import GPTConfig
 from tokens.errors import UserError
 

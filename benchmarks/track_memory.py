@@ -1,7 +1,7 @@
 """逐张量跟踪一步训练的显存：不分配任何内存，却得到每一字节的去向。
 
-    python experiments/track_memory.py                           # 124M，约一分半钟
-    python experiments/track_memory.py --models 124M 1.3B 7B     # 全部，约八分钟，内存不到 1 GB
+    python benchmarks/track_memory.py                           # 124M，约一分半钟
+    python benchmarks/track_memory.py --models 124M 1.3B 7B     # 全部，约八分钟，内存不到 1 GB
 
 FakeTensorMode 让每个算子只推形状，MemTracker 记下每块存储的生与死；FSDP 用假的进程组。
 这里**没有**：CUDA 的显存池碎片、cuBLAS 工作区、NCCL 缓冲、CUDA 上下文——真卡上再加约 1–2 GB。
@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from experiments.architecture import gpt
-from experiments.measure import print_table, run_main, save_csv
-from experiments.memory import estimate
+from experiments.lab.results import print_table, run_main, save_csv
+from experiments.plan.architecture import gpt
+from experiments.plan.memory import estimate
 from model import GPT, GPTConfig
 from tokens.errors import UserError
 

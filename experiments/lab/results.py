@@ -1,51 +1,24 @@
-"""怎样量、怎样记、怎样报错：每个实验脚本的外壳。
+"""怎样记、怎样报错：每个实验脚本的外壳。
 
-计时一律交错进行并取中位数；结果写成 `results/<名字>.csv`，每行都带着机器与版本。
+结果写成 `results/<名字>.csv`，每行都带着机器与版本。
 """
 
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
 
 import pandas as pd
 
 from tokens.errors import UserError
 from tokens.files import atomic_write
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
-
-
-def interleaved(
-    variants: Mapping[str, Callable[[], object]], *, repeats: int = 10, warmup: int = 3
-) -> dict[str, list[float]]:
-    """交错计时：每一轮把所有变体各跑一次，返回 {名字: [秒, …]}，每个长 `repeats`。
-
-    先各预热 `warmup` 次（编译、缓存、分配器都在这里付账，不计入）。交错使机器忽快忽慢时
-    大家一起快慢，比值仍可信；汇总时取中位数。
-    """
-    for run in variants.values():
-        for _ in range(warmup):
-            run()
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(repeats):
-        for name, run in variants.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return times
-
-
-def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
-    """每个变体的中位数，秒。"""
-    return {name: median(values) for name, values in times.items()}
 
 
 def save_csv(rows: pd.DataFrame | list[dict], name: str, *, folder: Path | None = None) -> Path:
     """把结果写成 `results/<name>.csv`（原子地），每行附上机器与版本；返回路径。"""
-    from experiments.hardware import describe
+    from experiments.lab.hardware import describe
 
     table = pd.DataFrame(rows).assign(**describe())
     path = (folder or RESULTS) / f"{name}.csv"

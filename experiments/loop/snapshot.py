@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experiments import checkpoint
+from experiments.loop import checkpoint
 from tokens.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """这台机器能做什么：CPU 指令集、能否编译、实测的矩阵乘法峰值；GPU 的峰值查设备表。
 
-设备表本身在 `experiments/hardware_table.py`（只用标准库，`budget` 也读它）。
+设备表本身在 `experiments/lab/devices.py`（只用标准库，`budget` 也读它）。
 """
 
 import os
@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 
-from experiments.hardware_table import DEVICES, Device, find_device
-
-__all__ = ["DEVICES", "Device", "find_device"]
+from experiments.lab.devices import find_device
+from experiments.lab.timing import best_seconds
 
 
 def cpu_name() -> str:
@@ -117,13 +116,7 @@ def matmul_peak(
     """
     a, b = torch.randn(2, size, size).to(dtype)
     out = torch.empty(size, size, dtype=dtype)
-    torch.mm(a, b, out=out)  # 第一次要选内核、重排权重
-    best, deadline = float("inf"), time.perf_counter() + seconds
-    while best == float("inf") or time.perf_counter() < deadline:  # 至少一次
-        start = time.perf_counter()
-        torch.mm(a, b, out=out)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return 2 * size**3 / best_seconds(lambda: torch.mm(a, b, out=out), seconds)
 
 
 def peak_flops(device: str = "cpu") -> float | None:

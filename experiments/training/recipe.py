@@ -1,6 +1,6 @@
 """几个实验共用的训练配方：学习率、参数分组、优化器、有效 token 的计数。
 
-这里没有训练循环：怎样走一步在 `experiments/step.py`，完整的循环在 `experiments/train_gpu.py`。
+这里没有训练循环：怎样走一步在同一间的 `step.py`，完整的循环在 `experiments/train_gpu.py`。
 """
 
 import math
@@ -9,7 +9,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from model import IGNORE_INDEX
+from model import GPT, IGNORE_INDEX, GPTConfig
+
+
+def seeded_gpt(config: GPTConfig, seed: int, device: torch.device | str = "cpu") -> GPT:
+    """由种子决定初始权重的模型：在 CPU 上初始化再搬走，所以与设备无关。"""
+    torch.manual_seed(seed)
+    return GPT(config).to(device)
 
 
 def learning_rate(

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from experiments import hardware
+from experiments.lab import hardware
 
 
 def peak_memory_gb(device: torch.device) -> float:
