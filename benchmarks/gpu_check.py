@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 
 from experiments.lab.hardware import describe, peak_flops
-from experiments.lab.results import RESULTS, ROOT, run_main
+from experiments.lab.results import ROOT, results_folder, run_main
 from model import GPT, GPTConfig
 from tokens.errors import UserError
 from tokens.files import atomic_write
@@ -155,11 +155,12 @@ def main(options: Options) -> None:
         runs.append(measure(options, data, compiled, max(limit, 1.0)))
     result = {
         "device": name, "model": "tiny" if options.tiny else "gpt_124m", "target_mfu": TARGET_MFU,
-        "verdict": verdict(runs), "runs": runs, "machine": describe(),
+        "verdict": verdict(runs), "runs": runs,
+        "machine": describe("cpu" if options.tiny else "cuda"),
     }  # fmt: skip
     text = json.dumps(result, ensure_ascii=False, indent=2)
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    folder = RESULTS if options.tiny else MEASURED
+    folder = results_folder() if options.tiny else MEASURED
     path = Path(options.out) if options.out else folder / f"gpu_check_{slug}.json"
     with atomic_write(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")

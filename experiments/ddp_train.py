@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DistributedSampler
 
-from experiments.lab.results import ROOT, print_table, run_main, save_csv
+from experiments.lab.results import publish, run_main
 from experiments.ranks.compare import (
     disagreement,
     flat_gradients,
@@ -39,7 +39,6 @@ from tokens.errors import UserError
 from tokens.files import atomic_write
 
 COMMAND = shown("experiments/ddp_train.py", nproc=2)
-CHECKPOINT = ROOT / "runs" / "ddp_train" / "model.pt"
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,8 @@ class Options:
     """序列长度（token）"""
     seed: int = 0
     """随机种子"""
+    checkpoint: Path = Path("runs/ddp_train/model.pt")
+    """存档一节把模型存在哪里"""
 
 
 # ---------------------------------------------------------------- 谁读哪些数据
@@ -382,20 +383,25 @@ def main(options: Options) -> None:
         tokens = load_tokens(vocab_size=config.vocab_size)
         data = tokens["train"]
         trace, summary, ddp = equivalence(config, data, o, me)
-        report(me, "loss", f"{me.size} 个 rank 与单进程：每步的 loss", trace, every=5)
-        report(me, "equivalence", f"训练 {o.steps} 步之后", [summary])
-        report(me, "weights", "初始权重：各 rank 相差多少", initial_weights(config, data, o, me))
-        report(me, "data", "各 rank 的数据", same_data(config, data, o, me))
-        report(me, "sampler", "DistributedSampler：10 个样本，2 个 rank",
+        def say(name: str, title: str, rows: list[dict], every: int = 1) -> None:
+            if me.master:
+                publish(f"ddp_train_{name}", title, rows, o, formats=FORMATS, every=every,
+                        device=str(me.device))  # fmt: skip
+
+        say("loss", f"{me.size} 个 rank 与单进程：每步的 loss", trace, every=5)
+        say("equivalence", f"训练 {o.steps} 步之后", [summary])
+        say("weights", "初始权重：各 rank 相差多少", initial_weights(config, data, o, me))
+        say("data", "各 rank 的数据", same_data(config, data, o, me))
+        say("sampler", "DistributedSampler：10 个样本，2 个 rank",
                sampler_orders(10, 2, 2, False) + sampler_orders(10, 2, 2, True))  # fmt: skip
-        report(me, "buckets", "反向里的通信", overlap(config, data, o, me))
-        report(me, "sync", f"一步 {o.accumulation} 个 micro-batch", synchronisation(
+        say("buckets", "反向里的通信", overlap(config, data, o, me))
+        say("sync", f"一步 {o.accumulation} 个 micro-batch", synchronisation(
             config, data, o, me))  # fmt: skip
-        report(me, "unequal", "各 rank 的有效 token 数不同", unequal_ranks(config, data, o, me))
+        say("unequal", "各 rank 的有效 token 数不同", unequal_ranks(config, data, o, me))
         held_out = [to_device(global_batch(tokens["val"], s, o.per_rank, o.seq_len, 7), me)
                     for s in range(4)]  # fmt: skip
-        saved = save_and_check(ddp, config, held_out, me, CHECKPOINT)
-        report(me, "checkpoint", f"存档 {CHECKPOINT.relative_to(ROOT)}", [saved])
+        saved = save_and_check(ddp, config, held_out, me, o.checkpoint)
+        say("checkpoint", f"存档 {o.checkpoint}", [saved])
 
 
 FORMATS = {
@@ -405,16 +411,6 @@ FORMATS = {
     "error_vs_one_rank": "{:.1e}", "sent_ms": "{:.2f}", "done_ms": "{:.2f}",
     "backward_ms": "{:.2f}", "val_loss": "{:.4f}", "reload_loss": "{:.4f}",
 }  # fmt: skip
-
-
-def report(me: World, name: str, title: str, rows: list[dict], every: int = 1) -> None:
-    """rank 0 打印一张表（每 `every` 行印一行，末行总在），写进 results/ddp_train_<name>.csv。"""
-    if not me.master:
-        return
-    print(f"\n{title}", flush=True)
-    shown = [r for i, r in enumerate(rows) if i % every == 0 or i == len(rows) - 1]
-    print_table(shown, {key: FORMATS[key] for key in rows[0] if key in FORMATS})
-    save_csv(rows, f"ddp_train_{name}")
 
 
 if __name__ == "__main__":

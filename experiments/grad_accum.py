@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from experiments.lab.results import print_table, run_main, save_csv
+from experiments.lab.results import publish, run_main, save_csv
 from experiments.lab.timing import interleaved, medians
 from experiments.ranks.compare import flat_gradients, flat_parameters, largest_difference
 from experiments.training.recipe import (
@@ -420,22 +420,25 @@ def main(options: Options) -> None:
     def draw(rows: int, seq_len: int = o.seq_len) -> Batch:
         return sample_batch(data, rows, seq_len, generator)
 
+    def say(name: str, title: str, rows: list[dict], hide: tuple[str, ...] = ()) -> None:
+        publish(f"grad_accum_{name}", title, rows, o, formats=FORMATS, hide=hide)
+
     batch, model, k = draw(o.sequences), seeded_gpt(config, o.seed), o.parts[len(o.parts) // 2]
-    report("equal", "等长：与一整批的梯度相差多少", equal_parts(model, batch, o.parts))
+    say("equal", "等长：与一整批的梯度相差多少", equal_parts(model, batch, o.parts))
     padded = padded_parts(model, batch, o.parts, generator)
-    report("padded", "变长：两种权重", padded, hide=("full_loss", "max_grad", "norm_ratio"))
-    report("memory", "内存（字节）", memory(model, batch, o.parts))
-    report("time", "每步时间（毫秒）", step_times(
+    say("padded", "变长：两种权重", padded, hide=("full_loss", "max_grad", "norm_ratio"))
+    say("memory", "内存（字节）", memory(model, batch, o.parts))
+    say("time", "每步时间（毫秒）", step_times(
         model, batch, (*o.parts, o.sequences), o.repeats))  # fmt: skip
     half = split(batch, 2)[0]  # 下面几节不必用整批
-    report("norms", "归一化层", norms(config, half, k, o.seed))
-    report("dropout", "dropout 与随机数", dropout(config, half, k, o.seed))
+    say("norms", "归一化层", norms(config, half, k, o.seed))
+    say("dropout", "dropout 与随机数", dropout(config, half, k, o.seed))
     many = draw(4 * o.sequences, max(1, o.seq_len // 4))
     powers = (2, o.sequences // 4, o.sequences, 4 * o.sequences)
-    report("bf16", "累加器的精度", bf16_drift(model, many, powers))
-    report("tail", "末尾不满的一组：10 份，每 4 份更新一次", short_group(
+    say("bf16", "累加器的精度", bf16_drift(model, many, powers))
+    say("tail", "末尾不满的一组：10 份，每 4 份更新一次", short_group(
         model, split(draw(10), 10), 4))  # fmt: skip
-    report("forgot", "忘了除以 k：一次更新走的距离", forgotten_division(config, half, k, o.seed))
+    say("forgot", "忘了除以 k：一次更新走的距离", forgotten_division(config, half, k, o.seed))
     report_training(config, [draw(o.sequences) for _ in range(STEPS)], max(o.parts), o.seed)
 
 
@@ -454,14 +457,6 @@ FORMATS = {
     "rel_error": "{:.1e}", "norm_ratio": "{:.3f}", "ms": "{:.1f}",
     "tokens_per_s": "{:,.0f}", "step_ratio": "{:.3f}",
 }  # fmt: skip
-
-
-def report(name: str, title: str, rows: list[dict], hide: tuple[str, ...] = ()) -> None:
-    """打印一张表（不印 `hide` 里的列），并写进 results/grad_accum_<name>.csv。"""
-    print(f"\n{title}")
-    shown = [{key: row[key] for key in row if key not in hide} for row in rows]
-    print_table(shown, {key: FORMATS[key] for key in shown[0] if key in FORMATS})
-    save_csv(rows, f"grad_accum_{name}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """各测试模块共用的 fixture：真实数据、一份随机小数据、以及像读者那样启动一个脚本。"""
 
+import atexit
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +18,9 @@ from tokens.data import id_dtype
 from tokens.files import atomic_write
 
 ROOT = Path(__file__).resolve().parent.parent
+# 测试不碰读者的 results/；子进程继承它
+os.environ["BOOK_RESULTS"] = _results = tempfile.mkdtemp(prefix="book-results-")
+atexit.register(shutil.rmtree, _results, ignore_errors=True)
 
 # 子进程在公共的环境之外：输出不缓冲，transformers 不联网
 CHILD_ENV = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}

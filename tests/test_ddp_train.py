@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from experiments import ddp_train as dt
-from experiments.lab.results import RESULTS
+from experiments.lab.results import results_folder
 from experiments.ranks.launch import run_ranks
 from experiments.ranks.world import World, torchrun_world
 from model import GPT, GPTConfig
@@ -110,15 +110,16 @@ def test_a_taken_port_is_one_sentence(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def finished(run_script, tokens):
+def finished(run_script, tokens, tmp_path_factory):
     """`torchrun --standalone --nproc-per-node 2 experiments/ddp_train.py` 的输出。"""
-    done = run_script("experiments/ddp_train.py", nproc=2)
+    done = run_script("experiments/ddp_train.py", "--checkpoint",
+                      tmp_path_factory.mktemp("ddp") / "model.pt", nproc=2)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
 
 def result(name: str) -> pd.DataFrame:
-    return pd.read_csv(RESULTS / f"ddp_train_{name}.csv")
+    return pd.read_csv(results_folder() / f"ddp_train_{name}.csv")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experiments import grad_accum as ga
-from experiments.lab.results import RESULTS
+from experiments.lab.results import results_folder
 from experiments.ranks.compare import flat_parameters, largest_difference
 from experiments.training.recipe import seeded_gpt, valid_tokens
 from model import IGNORE_INDEX, GPTConfig
@@ -221,7 +221,7 @@ def test_script_runs_as_a_reader_would(run_script, tokens):
     assert done.returncode == 0, done.stderr
     for title in ("等长", "变长", "内存", "每步时间", "归一化层", "dropout", "累加器", "末尾"):
         assert title in done.stdout, f"输出里没有「{title}」：\n{done.stdout}"
-    equal = pd.read_csv(RESULTS / "grad_accum_equal.csv")
+    equal = pd.read_csv(results_folder() / "grad_accum_equal.csv")
     good = equal[equal.weighting != "none"]
     assert good.max_diff.max() < 1e-6, f"{good.max_diff.tolist()}"
 

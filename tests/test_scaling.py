@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments.lab.results import RESULTS
+from experiments.lab.results import results_folder
 from experiments.scaling import (
     Options,
     build,
@@ -36,9 +36,9 @@ def real_run(run_script) -> pd.DataFrame:
         timeout=880, env={"OMP_NUM_THREADS": "2"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    table = pd.read_csv(RESULTS / "test_scaling.csv")
+    table = pd.read_csv(results_folder() / "test_scaling.csv")
     table.attrs["stdout"] = done.stdout
-    table.attrs["curve"] = pd.read_csv(RESULTS / "test_scaling_curve.csv")
+    table.attrs["curve"] = pd.read_csv(results_folder() / "test_scaling_curve.csv")
     return table
 
 

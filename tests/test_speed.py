@@ -218,7 +218,7 @@ def test_all_eager_rungs_keep_the_loss(monkeypatch, capsys, tmp_path):
     """没有编译器的机器也爬完梯子、退出正常，跳过的级写明理由，每一级的 loss 都在容差之内。"""
     monkeypatch.setattr(hardware, "compile_support", lambda: (False, "找不到 C++ 编译器"))
     monkeypatch.setattr(speed, "measure_peaks", lambda options: PEAKS)
-    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setenv("BOOK_RESULTS", str(tmp_path))
     speed.main(Options(ladder=True, **SMALL))
     printed = capsys.readouterr().out
     table = pd.read_csv(tmp_path / "speed_ladder.csv")

@@ -93,14 +93,14 @@ def compiler_problem(compiler: str) -> str | None:
     return next((x for x in said if "error" in x), said[0]) if done.returncode else None
 
 
-def describe() -> dict[str, str]:
-    """写进每个结果文件的机器与版本，让数字知道自己是在哪里量的。"""
+def describe(device: str = "cpu", threads: int | None = None) -> dict[str, str]:
+    """写进每个结果文件的机器与版本，让数字知道自己是在哪里量的；`device` 是这次运行用的设备。"""
     return {
         "cpu": cpu_name(),
         "cores": str(os.cpu_count()),
-        "threads": str(torch.get_num_threads()),
+        "threads": str(threads or torch.get_num_threads()),
         "isa": " ".join(instruction_sets()),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
