@@ -2,83 +2,58 @@
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from experiments.lab.results import results_folder
 from experiments.scaling import (
+    SEED_SD,
     Options,
-    build,
+    by_size,
     conclusions,
-    fixed_batches,
-    larger_is_better,
+    control_data,
+    neighbours,
     parse_size,
+    predict,
     summarize,
-    train,
 )
 from experiments.training.law import PUBLISHED, Law, bootstrap, fit_law, slope
-from experiments.training.step import StepOptions
+from experiments.training.recipe import seeded_gpt
+from experiments.training.small_run import SmallRun, moments, run_key, sweep, train
+from tokens import held_out_batches
 from tokens.errors import UserError
 
-NOISE = 0.03  # nat；同一个配方换一种舍入，验证 loss 多半相差这么多以内
 SIZES = {"64x2": 618_816, "96x3": 1_118_880, "128x4": 1_803_392, "192x4": 3_344_064}
 
 
-@pytest.fixture(scope="session")
-def real_run(run_script) -> pd.DataFrame:
-    """像读者那样跑一遍脚本，原样的配方，只省去最大的一种（它占一半时间）；整个会话只跑一次。"""
-    sizes = list(SIZES)[:3]
-    done = run_script(
-        "experiments/scaling.py", "--sizes", *sizes, "--eval-batches", 4, "--name", "test_scaling",
-        timeout=880, env={"OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    table = pd.read_csv(results_folder() / "test_scaling.csv")
-    table.attrs["stdout"] = done.stdout
-    table.attrs["curve"] = pd.read_csv(results_folder() / "test_scaling_curve.csv")
-    return table
+def curve_of(run: SmallRun, tokens: dict) -> pd.DataFrame:
+    checks = {"val": held_out_batches(tokens["val"], 2, run.seq_len, seed=1)}
+    return train(run, tokens, checks)
 
 
-# ---- 真正训练一遍 ----
+# ---- 真正训练一小段 ----
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # 没有编译器、没有 bf16 的机器要好几分钟
-def test_larger_is_better_at_every_checkpoint(real_run):
-    """同样的数据与 400 步，参数更多的模型在每个检查点上验证 loss 都更低。
-
-    相邻两级允许 NOISE 的起伏（换一台机器，舍入就不同，相当于换了种子）；首尾之差必须超过它。
-    """
-    names = [n for n in real_run.columns if n.startswith("val_")]
-    assert names == ["val_100", "val_200", "val_300", "val_400"], f"检查点是 {names}"
-    ordered = real_run.sort_values("params")[names]
-    assert (ordered.diff().iloc[1:] < NOISE).all(axis=None), f"\n{ordered}"
-    assert (ordered.iloc[-1] < ordered.iloc[0] - NOISE).all(), f"\n{ordered}"
-    said = "每个检查点上都是越大越好" in real_run.attrs["stdout"]
-    assert said == all(larger_is_better(real_run).values()), real_run.attrs["stdout"]
+@pytest.fixture(scope="module")
+def short_runs(tokens) -> dict[str, pd.DataFrame]:
+    """两头的两种大小，各 20 步（朴素的一步，batch 4，T 64）：机制在，只是短。"""
+    short = SmallRun(steps=20, batch_size=4, seq_len=64, warmup=5, plain=True)
+    sizes = {"64x2": (64, 2), "128x4": (128, 4)}
+    return {name: curve_of(replace(short, d_model=d, n_layer=n), tokens)
+            for name, (d, n) in sizes.items()}  # fmt: skip
 
 
 @pytest.mark.slow
-def test_gap_grows_with_size(real_run):
-    """验证 loss 减训练 loss 的差距随参数量逐级变大：大模型记住得更多。"""
-    gaps = real_run.sort_values("params")[["params", "gap"]]
-    shown = f"差距（nat）：\n{gaps.to_string(index=False)}"
-    assert (gaps["gap"].diff().iloc[1:] > -NOISE).all(), shown
-    assert gaps["gap"].iloc[-1] > gaps["gap"].iloc[0] + NOISE, shown
-
-
-@pytest.mark.slow
-def test_every_model_reads_the_same_data(real_run):
+def test_every_model_reads_the_same_data(short_runs):
     """几个模型从同一个 loss（约 ln 8192）出发，走同样的学习率；曲线一步一行，都是有限数。"""
-    curve = real_run.attrs["curve"]
-    assert len(curve) == 3 * 400 and np.isfinite(curve["train_loss"]).all()
-    first = curve.groupby("size")["train_loss"].first()
-    assert first.sub(math.log(8192)).abs().max() < 0.15, f"第一步的 loss：{first.to_dict()}"
-    assert (curve.groupby("step")["lr"].nunique() == 1).all()
-    assert curve["lr"].max() == pytest.approx(3e-3)
+    first = {name: curve["train_loss"].iloc[0] for name, curve in short_runs.items()}
+    assert max(abs(loss - math.log(8192)) for loss in first.values()) < 0.15, f"{first}"
+    small, large = short_runs.values()
+    assert len(small) == 20 and np.isfinite(small["train_loss"]).all()
+    assert small["lr"].equals(large["lr"]) and small["lr"].max() == pytest.approx(3e-3)
 
 
 @pytest.mark.slow
@@ -102,7 +77,8 @@ def test_table_has_one_row_per_size(run_script):
 @pytest.mark.parametrize(("size", "expected"), SIZES.items())
 def test_sizes_are_the_published_four(size, expected):
     """四种大小的参数量一个不差；注意力头都是 32 维。"""
-    model = build(size, 8192, 128, seed=0)
+    d_model, n_layer = parse_size(size)
+    model = seeded_gpt(SmallRun(d_model=d_model, n_layer=n_layer).config(8192), 0)
     assert model.num_params() == expected, f"{size}：{model.num_params():,}"
     assert model.config.d_model // model.config.n_head == 32
 
@@ -137,21 +113,23 @@ def test_too_few_steps_are_refused(run_script):
 def test_validation_batches_are_fixed(tiny_tokens):
     """验证 batch 由种子决定：8 个，每个 32 个序列，两次抽样逐个相同，换一个种子就不同。"""
     data = torch.load(tiny_tokens, weights_only=True)["val"]
-    first, second, other = (fixed_batches(data, 8, 16, seed) for seed in (1, 1, 2))
+    first, second, other = (held_out_batches(data, 8, 16, seed) for seed in (1, 1, 2))
     assert len(first) == 8 and first[0][0].shape == (32, 16)
     assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
     assert not torch.equal(first[0][0], other[0][0])
 
 
+TINY = SmallRun(d_model=32, n_layer=1, steps=8, batch_size=4, seq_len=16, warmup=2, plain=True)
+
+
+def tiny_curve(data: dict, run: SmallRun = TINY, batches: int = 1) -> pd.DataFrame:
+    return train(run, data, {"val": held_out_batches(data["val"], batches, 16, seed=1)})
+
+
 def test_training_is_repeatable(tiny_tokens):
     """同一个种子训练两次，每一步的 loss 逐比特相同（fp32、eager）；验证不影响训练。"""
     data = torch.load(tiny_tokens, weights_only=True)
-    options = Options(steps=8, batch_size=4, seq_len=16, warmup=2)
-    held_out = fixed_batches(data["val"], 1, 16, seed=1)
-    runs = [
-        train(build("32x1", 256, 16, 0), data["train"], batches, options, StepOptions())
-        for batches in (held_out, held_out, held_out * 2)
-    ]
+    runs = [tiny_curve(data), tiny_curve(data), tiny_curve(data, batches=2)]
     losses = [run["train_loss"].tolist() for run in runs]
     assert losses[0] == losses[1] == losses[2], f"{losses}"
     validated = runs[0]["val_loss"].notna().tolist()
@@ -163,7 +141,7 @@ def test_summary_is_arithmetic():
     curve = pd.DataFrame({"step": range(1, 101), "train_loss": np.linspace(9, 4.05, 100)})
     curve["seconds"] = [3.0] + [0.1] * 99
     curve["val_loss"] = curve["step"].map({25: 8.0, 50: 7.5, 75: 7.0, 100: 6.5})
-    row = summarize("64x2", 618_816, curve, seconds=12.9)
+    row = summarize(SmallRun(d_model=64, n_layer=2), 618_816, curve)
     assert row["train_mean"] == pytest.approx(np.linspace(9, 4.05, 100)[50:].mean())
     assert row["train_last"] == pytest.approx(4.05)
     assert row["gap"] == pytest.approx(6.5 - row["train_mean"])
@@ -171,15 +149,95 @@ def test_summary_is_arithmetic():
     assert row["ms_per_step"] == pytest.approx(100)
 
 
-def test_conclusions_follow_the_numbers():
-    """打印的结论由数字生成：有一个检查点不成立，就说出是哪一个，而不是照旧说「越大越好」。"""
-    table = pd.DataFrame(
-        {"params": [1e6, 2e6], "val_50": [7.0, 6.9], "val_100": [6.0, 6.1], "gap": [0.2, 0.5]}
-    )
-    assert larger_is_better(table) == {"val_50": True, "val_100": False}
-    assert conclusions(table)[0] == "第 100 步上并不是越大越好"
-    table["val_100"] = [6.0, 5.8]
-    assert conclusions(table)[0] == "每个检查点上都是越大越好"
+def test_conclusions_claim_no_order_within_the_seed_noise():
+    """一个种子的差不到种子起伏的两倍，就说「分不清」，不说谁更好；变差了也照实说。"""
+    table = pd.DataFrame({"params": [1e6, 2e6, 4e6, 8e6], "gap": [0.2, 0.3, 0.4, 0.5],
+                          "val_400": [7.0, 6.8, 6.8 - SEED_SD, 7.2]})  # fmt: skip
+    said = conclusions(table)[1]
+    assert "1.00 M → 2.00 M 验证 loss 低" in said, said
+    assert "2.00 M → 4.00 M 验证 loss 分不清" in said, said
+    assert "4.00 M → 8.00 M 验证 loss 高" in said, said
+
+
+# ---- 许多次：接着做、几个种子、对照 ----
+
+
+def test_a_sweep_goes_on_where_it_stopped(tiny_tokens, tmp_path):
+    """中断的一遍再运行：做完的不重做，结果与一口气做完的逐位相同；换一个字段就是另一次训练。"""
+    data, done = torch.load(tiny_tokens, weights_only=True), []
+
+    def train_one(run: SmallRun) -> pd.DataFrame:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(run)
+        return moments(run, tiny_curve(data, run), params=1)
+
+    runs = [replace(TINY, seed=seed) for seed in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        sweep(runs, tmp_path / "a.csv", train_one, say=lambda text: None)
+    assert [run.seed for run in done] == [0, 1]
+    done.clear()
+    resumed = sweep(runs, tmp_path / "a.csv", train_one, say=lambda text: None)
+    assert [run.seed for run in done] == [2], "做完的两次又做了一遍"
+    done.clear()
+    whole = pd.concat([sweep(runs[i : i + 1], tmp_path / "b.csv", train_one, say=lambda text: None)
+                       for i in (0, 1)])  # fmt: skip
+    assert resumed["val_loss"].tolist()[: len(whole)] == whole["val_loss"].tolist()
+    assert run_key(replace(TINY, lr=1e-3)) not in set(resumed["run"])
+    assert {"commit", "clean", "cpu", "date"} <= set(resumed.columns)
+
+
+def planted_seeds(sd: float, gains: tuple[float, ...]) -> pd.DataFrame:
+    """造一张几个种子的表：每级好 `gains`，同一个种子的各大小一起上下（所以逐对的差很稳）。"""
+    rng, rows = np.random.default_rng(0), []
+    for seed in range(5):
+        shared, loss = rng.normal(0, sd), 7.0
+        for params, gain in zip((1e6, 2e6, 4e6), (0.0, *gains), strict=True):
+            loss -= gain
+            rows.append({"seed": seed, "params": params, "step": 4, "steps": 4,
+                         "val_loss": loss + shared + rng.normal(0, sd / 20)})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def test_paired_seeds_tell_apart_what_means_cannot():
+    """同一个种子读同样的 batch：平均值的区间互相盖住时，逐对的差仍能分清 0.03 与 0。"""
+    table = planted_seeds(0.08, (0.03, 0.0))
+    means = by_size(table)
+    assert means["half"].min() > 0.03, f"{means}"  # 各自的区间分不清
+    rows = neighbours(table)
+    assert rows["told_apart"].tolist() == [True, False], f"{rows}"
+    assert rows["gain"].iloc[0] == pytest.approx(0.03, abs=0.01)
+
+
+def test_prediction_recovers_a_line_and_widens_with_distance():
+    """loss 对 log N 是直线时外推准确；离得越远，区间越宽；点太少就拒绝。"""
+    N = [1e6, 2e6, 4e6]
+    L = [9 - 0.2 * math.log(n) for n in N]
+    near, far = predict(N, L, 5e6, sd=0.05), predict(N, L, 1e9, sd=0.05)
+    assert near[0] == pytest.approx(9 - 0.2 * math.log(5e6))
+    assert far[1] > 2 * near[1] > 0.2, f"{near} 与 {far}"
+    with pytest.raises(ValueError, match="至少要 3 种"):
+        predict(N[:2], L[:2], 5e6)
+
+
+def test_prediction_interval_covers_as_often_as_it_says():
+    """种子的起伏是正态时，95 % 的区间在 1,000 次重复里盖住结果 93–97 % 次。"""
+    rng, N = np.random.default_rng(1), np.array([6e5, 1.1e6, 1.8e6, 3.3e6])
+    hits = 0
+    for _ in range(1000):
+        L = 9 - 0.2 * np.log(N) + rng.normal(0, 0.05, 4)
+        guess, half = predict(N[:3], L[:3], N[3], sd=0.05)
+        hits += abs(L[3] - guess) < half
+    assert 930 <= hits <= 970, f"1,000 次里盖住 {hits} 次"
+
+
+@pytest.mark.slow
+def test_control_chapters_are_between_the_training_ones():
+    """对照的十回取自前 108 回之间，训练的其余一字不少；验证的后 12 回不变。"""
+    data = control_data()
+    total = len(data["train"]) + len(data["inside"])
+    assert 0.07 < len(data["inside"]) / total < 0.11, f"{len(data['inside'])} / {total}"
+    assert abs(total - 357_000) < 2_000, f"{total}"
 
 
 # ---- 幂律 ----
