@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -51,6 +53,11 @@ INDEX = """(home)=
 接着 Latin
 words。
 
+```console
+$ python experiments/tiny.py
+训练
+```
+
 $$
 L(N, D) = E + \\frac{A}{N^{\\alpha}} + \\frac{B}{D^{\\beta}} + \\frac{C}{N^{\\alpha} D^{\\beta}}
 $$
@@ -91,7 +98,11 @@ show_figure(fig, "curve")
 STILL = (
     HEADER
     + """
+(still)=
 # 不依赖脚本的页
+
+(still-part)=
+## 一节
 
 ```{code-cell} ipython3
 print("不动")
@@ -111,8 +122,16 @@ Path("results/tiny.csv").write_text(f"step,loss\\n1,{LOSS}\\n")
 '''
 
 
+EXTRA = """(extra)=
+# 后加的一章
+
+{ref}`no-such-label`
+"""
+PAGES = ("running", "still", "glossary")
+
+
 class MiniBook:
-    """临时目录里的三页小书，用真的配置和真的扩展构建。"""
+    """临时目录里的四页小书，用真的配置和真的扩展构建。"""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -121,9 +140,7 @@ class MiniBook:
         shutil.copy(BOOK / "glossary.md", root / "book")
         shutil.copy(ROOT / "_config.yml", root)
         (root / "experiments").mkdir()
-        self.write("_toc.yml", "format: jb-book\nroot: index\nchapters:\n")
-        with (root / "_toc.yml").open("a") as toc:
-            toc.writelines(f"  - file: {name}\n" for name in ("running", "still", "glossary"))
+        self.list_pages(*PAGES)
         (root / "book" / "_toc.yml").symlink_to("../_toc.yml")
         self.write("book/index.md", INDEX.replace("```{toctree}\n```\n", ""))
         self.write("book/running.md", RUNNING)
@@ -136,8 +153,13 @@ class MiniBook:
         """写一个文件，修改时间严格晚于上次构建。"""
         (self.root / name).write_text(text, encoding="utf-8")
 
-    def build(self) -> subprocess.CompletedProcess[str]:
-        """构建一次；`log` 里没有终端颜色。"""
+    def list_pages(self, *names: str) -> None:
+        """写目录文件：index 之后依次是这些页。"""
+        chapters = "".join(f"  - file: {name}\n" for name in names)
+        self.write("_toc.yml", f"format: jb-book\nroot: index\nchapters:\n{chapters}")
+
+    def build(self, prefix: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        """构建一次，输出里没有终端颜色；`prefix` 放在命令前面。"""
         environment = os.environ | {
             "GITHUB_REPOSITORY": "someone/fork",
             "CI": "true",  # 有警告即失败
@@ -145,7 +167,7 @@ class MiniBook:
             "PYTHONUTF8": "1",
         }
         return subprocess.run(
-            [Path(sys.executable).with_name("jupyter-book"), "build", "book"],
+            [*prefix, Path(sys.executable).with_name("jupyter-book"), "build", "book"],
             cwd=self.root,
             env=environment,
             text=True,
@@ -156,28 +178,75 @@ class MiniBook:
             check=False,
         )
 
-    def html(self, name: str, folder: str = "_build/html") -> str:
-        return (self.root / folder / f"{name}.html").read_text(encoding="utf-8")
+    def keep(self, name: str) -> Path:
+        """把网站此刻的样子留一份，后面的构建会改它。"""
+        return Path(shutil.copytree(self.root / "_build/html", self.root / name))
+
+
+@dataclass(frozen=True)
+class History:
+    """一本小书接连四次构建的日志，和前三次的网站；每次构建要几秒，几个测试合用它们。
+
+    1. `first`：从零建。
+    2. `edited`：改了脚本导入的模块，加了一章，那一章里有一处失效的引用。
+    3. `removed`：加的那一章又删掉，别的什么也没改。
+    4. `failed`：脚本抛出错误。
+    """
+
+    first: str
+    edited: subprocess.CompletedProcess[str]
+    removed: str
+    failed: subprocess.CompletedProcess[str]
+    site: Path
+    edited_site: Path
+    removed_site: Path
 
 
 @pytest.fixture(scope="module")
-def mini(tmp_path_factory: pytest.TempPathFactory) -> MiniBook:
+def history(tmp_path_factory: pytest.TempPathFactory) -> History:
     book = MiniBook(tmp_path_factory.mktemp("mini"))
-    done = book.build()
-    assert done.returncode == 0, done.stdout
-    assert not re.search("WARNING|Warning:", done.stdout), done.stdout
-    # 后面的测试会改坏这本书；网站留一份第一次建成的样子
-    shutil.copytree(book.root / "_build/html", book.root / "site")
-    return book
+
+    def good() -> str:
+        done = book.build()
+        assert done.returncode == 0, done.stdout
+        assert not re.search("WARNING|Warning:", done.stdout), done.stdout
+        return done.stdout
+
+    first = good()
+    site = book.keep("site")
+    book.write("experiments/shared.py", "LOSS = 3.25\n")
+    book.write("book/extra.md", EXTRA)
+    book.list_pages(*PAGES, "extra")
+    edited = book.build()
+    edited_site = book.keep("edited")
+    (book.root / "book/extra.md").unlink()
+    book.list_pages(*PAGES)
+    removed = good()
+    removed_site = book.keep("removed")
+    book.write("experiments/tiny.py", TINY + "raise RuntimeError('故意种下的错误')\n")
+    return History(first, edited, removed, book.build(), site, edited_site, removed_site)
 
 
 @pytest.fixture(scope="module")
 def site(request: pytest.FixtureRequest) -> Path:
-    """已经建好的真书；没有就用小书。"""
-    built = ROOT / "_build/html"
-    if (built / "searchindex.js").is_file():
-        return built
-    return request.getfixturevalue("mini").root / "site"
+    """环境变量 BOOK_SITE 指的、刚建好的真书（`.ci/run` 这样做）；没有就用小书。
+
+    不去看 `_build/`：那里可能是很久以前建的，测它什么也不证明。
+    """
+    if built := os.environ.get("BOOK_SITE"):
+        assert (Path(built) / "searchindex.js").is_file(), f"BOOK_SITE={built} 不是建好的书"
+        return Path(built)
+    return request.getfixturevalue("history").site
+
+
+def read(site: Path, name: str) -> str:
+    """网站里的一页。"""
+    return (site / f"{name}.html").read_text(encoding="utf-8")
+
+
+def executed(log: str) -> list[str]:
+    """日志里执行过的页，按名字排列。"""
+    return sorted(re.findall(r"(\w+)\.md: Executing notebook", log))
 
 
 @pytest.fixture
@@ -320,49 +389,90 @@ def test_every_chapter_depends_on_its_own_script(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_edited_module_reruns_exactly_the_pages_that_use_it(mini: MiniBook) -> None:
+def test_edited_module_reruns_exactly_the_pages_that_use_it(history: History) -> None:
     """改了脚本导入的模块，下次构建只重跑用到它的那一页，正文里的数字随之改变；没改就都不跑。"""
-    assert "4.500" in mini.html("running")
-    untouched = mini.build()
-    assert "Executing notebook" not in untouched.stdout, untouched.stdout
-    mini.write("experiments/shared.py", "LOSS = 3.25\n")
-    rebuilt = mini.build()
-    executed = re.findall(r"(\w+)\.md: Executing notebook", rebuilt.stdout)
-    assert executed == ["running"], rebuilt.stdout
-    assert "3.250" in mini.html("running")
+    assert executed(history.first) == ["running", "still"], history.first
+    assert "4.500" in read(history.site, "running")
+    assert executed(history.edited.stdout) == ["running"], history.edited.stdout
+    assert "3.250" in read(history.edited_site, "running")
+    assert executed(history.removed) == [], history.removed
 
 
 @pytest.mark.slow
-def test_failing_script_fails_the_build_and_shows_its_stderr(mini: MiniBook) -> None:
+def test_failing_script_fails_the_build_and_shows_its_stderr(history: History) -> None:
     """脚本一失败，构建的退出码就非零，日志里有脚本的 stderr。"""
-    mini.write("experiments/tiny.py", TINY + "raise RuntimeError('故意种下的错误')\n")
-    failed = mini.build()
-    mini.write("experiments/tiny.py", TINY)
+    failed = history.failed
     assert failed.returncode != 0, failed.stdout
     assert "RuntimeError: 故意种下的错误" in failed.stdout, failed.stdout
     assert "$ python experiments/tiny.py --steps 3" in failed.stdout, failed.stdout
 
 
 @pytest.mark.slow
-def test_warning_fails_the_build_in_ci(mini: MiniBook) -> None:
+def test_warning_fails_the_build_in_ci(history: History) -> None:
     """在 CI 里，一处失效的交叉引用就让构建失败。"""
-    mini.write("book/still.md", STILL + "\n{ref}`no-such-label`\n")
-    warned = mini.build()
-    mini.write("book/still.md", STILL)
-    assert warned.returncode != 0, warned.stdout
-    assert "no-such-label" in warned.stdout, warned.stdout
+    assert history.edited.returncode != 0, history.edited.stdout
+    assert "no-such-label" in history.edited.stdout, history.edited.stdout
 
 
 @pytest.mark.slow
-def test_buttons_lead_to_the_repository_of_the_build(mini: MiniBook) -> None:
+def test_every_sidebar_follows_the_table_of_contents(history: History) -> None:
+    """加一章，没有改动的页侧栏里也有它；删一章，哪页也不再链接它，它的网页也不在了。
+
+    重写这些页时没有重新执行它们。
+    """
+    names = {path.stem for path in history.site.glob("*.html")}
+    assert {"index", "extra", *PAGES} - names == {"extra"}, names
+    for name in ("index", *PAGES):
+        added, removed = (read(kept, name) for kept in (history.edited_site, history.removed_site))
+        assert 'href="extra.html"' in added, f"{name} 的侧栏里没有新的一章"
+        assert "extra.html" not in removed, f"{name} 还链接着删掉的一章"
+    assert not list(history.removed_site.rglob("extra*")), "删掉的一章还留在网站里"
+    assert executed(history.removed) == [], history.removed
+
+
+@pytest.mark.slow
+def test_headings_are_anchored_by_their_labels(site: Path) -> None:
+    """标题旁的链接和页内目录用作者写的 ASCII 标签，不用随位置编号的 id5。"""
+    for path in sorted(site.glob("*.html")):
+        html = path.read_text(encoding="utf-8")
+        anchors = re.findall(r'<a class="headerlink" href="#([^"]*)" title="[^"]*标题', html)
+        unstable = [anchor for anchor in anchors if re.fullmatch(r"id\d+", anchor)]
+        assert not unstable, f"{path.name}：{unstable}"
+    if not os.environ.get("BOOK_SITE"):
+        html = read(site, "still")
+        assert 'class="headerlink" href="#still-part"' in html, html
+        assert '<a class="reference internal nav-link" href="#still-part">' in html, html
+
+
+@pytest.mark.slow
+def test_build_in_a_read_only_checkout_ends_in_one_sentence(tmp_path: Path) -> None:
+    """仓库写不进去时，构建以退出码 2 和一句话结束：哪里写不进，该怎么办；没有 traceback。"""
+    book = MiniBook(tmp_path / "locked")
+    command: list[str] = []
+    if os.geteuid() == 0:  # root 不受权限位约束，去掉这项特权才像一个读者
+        if not shutil.which("setpriv"):
+            pytest.skip("以 root 运行，又没有 setpriv 可以去掉特权")
+        command = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"]
+    book.root.chmod(0o555)
+    try:
+        done = book.build(command)
+    finally:
+        book.root.chmod(0o755)
+    assert done.returncode == 2, done.stdout
+    assert "Traceback" not in done.stdout, done.stdout
+    last = done.stdout.strip().rsplit("\n", 1)[-1]
+    assert last.startswith("错误：写不进") and str(book.root) in last, done.stdout
+
+
+@pytest.mark.slow
+def test_buttons_lead_to_the_repository_of_the_build(history: History) -> None:
     """编辑、提问、源码链接都指向构建所在的仓库（这里是一个复刻），不指向别处。"""
-    html = mini.html("running", "site")
+    html = read(history.site, "running")
     for link in ("edit/main/book/running.md", "issues/new"):
         assert f"https://github.com/someone/fork/{link}" in html, link
     assert "executablebooks/jupyter-book" not in html
-    assert "https://github.com/someone/fork/blob/main/experiments/tiny.py" in mini.html(
-        "index", "site"
-    )
+    source = "https://github.com/someone/fork/blob/main/experiments/tiny.py"
+    assert source in read(history.site, "index")
 
 
 @pytest.mark.parametrize(
@@ -388,20 +498,20 @@ def test_repository_comes_from_the_origin_remote(
 
 
 @pytest.mark.slow
-def test_page_shows_the_command_and_its_output_once(mini: MiniBook) -> None:
+def test_page_shows_the_command_and_its_output_once(history: History) -> None:
     """页上先是读者会键入的命令，再是脚本的输出，此外没有别的；进度条不在页上。"""
     outputs = re.findall(
-        r'<div class="cell_output.*?<pre>(.*?)</pre>', mini.html("running", "site"), re.S
+        r'<div class="cell_output.*?<pre>(.*?)</pre>', read(history.site, "running"), re.S
     )
     shown = [re.sub(r"<[^>]+>", "", output) for output in outputs]
     assert shown == ["$ python experiments/tiny.py --steps 3\n训练 --steps 3\n"], shown
-    assert "进度条" not in mini.html("running", "site")
+    assert "进度条" not in read(history.site, "running")
 
 
 @pytest.mark.slow
-def test_a_sentence_per_line_leaves_no_spaces_on_the_page(mini: MiniBook) -> None:
+def test_a_sentence_per_line_leaves_no_spaces_on_the_page(history: History) -> None:
     """源文件里一句一行，网页上的中文段落是连着的。"""
-    text = re.sub(r"<[^>]+>", "", mini.html("index", "site"))
+    text = re.sub(r"<[^>]+>", "", read(history.site, "index"))
     assert "。下一句。再下一句没完接着 Latin\nwords。" in text, text[:2000]
 
 
@@ -458,12 +568,12 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mathjax_is_served_only_where_there_are_formulas(mini: MiniBook) -> None:
+def test_mathjax_is_served_only_where_there_are_formulas(history: History) -> None:
     """有公式的页用站内的 MathJax；没有公式的页不加载它；图标脚本哪页都不加载。"""
-    assert "mathjax/tex-chtml.js" in mini.html("index", "site")
-    assert "tex-chtml.js" not in mini.html("still", "site")
-    assert (mini.root / "site/mathjax/tex-chtml.js").is_file()
-    assert "fontawesome.js" not in mini.html("still", "site")
+    assert "mathjax/tex-chtml.js" in read(history.site, "index")
+    assert "tex-chtml.js" not in read(history.site, "still")
+    assert (history.site / "mathjax/tex-chtml.js").is_file()
+    assert "fontawesome.js" not in read(history.site, "still")
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -500,42 +610,114 @@ def _failed_requests(browser) -> list[str]:
     return failed
 
 
-@pytest.mark.slow
-@pytest.mark.browser
-def test_pages_read_without_network_or_errors(browser, address: str, site: Path) -> None:
-    """断网的浏览器里，每一页都没有控制台错误、没有失败的请求，公式排好了版。"""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    for path in sorted(site.glob("*.html")):
-        browser.get(f"{address}/{path.name}")
-        time.sleep(0.2)
-        if 'class="math' in path.read_text(encoding="utf-8"):
-            wait = WebDriverWait(browser, 30)  # MathJax 在忙碌的机器上要好几秒
-            wait.until(
-                lambda b: b.execute_script("return document.querySelector('mjx-container')"),
-                f"{path.name}：公式没有排版",
-            )
-            errors = browser.execute_script("return document.querySelectorAll('mjx-merror').length")
-            assert errors == 0, f"{path.name}：{errors} 个公式有错"
-        logs = [log for log in browser.get_log("browser") if log["level"] == "SEVERE"]
-        assert not logs, f"{path.name}：{logs}"
-        assert not (failed := _failed_requests(browser)), f"{path.name}：{failed}"
+PHONE = {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+READABLE = """
+const figures = [...document.querySelectorAll('.bd-article figure img, .cell_output img')];
+return figures.filter(f => f.naturalWidth > 100).map(f => ({
+    name: f.closest('figure')?.id ?? f.src, width: f.getBoundingClientRect().width,
+    scale: f.getBoundingClientRect().width / f.naturalWidth}));
+"""
 
 
-@pytest.mark.slow
-@pytest.mark.browser
-def test_pages_fit_a_phone(browser, address: str, site: Path) -> None:
-    """375 像素宽的屏幕上，每一页都不需要横向滚动。"""
-    size = {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+@dataclass(frozen=True)
+class Visit:
+    """浏览器看一页时看到的：控制台错误、坏的请求、公式、复制按钮，以及换成手机后的宽度和图。"""
+
+    page: str
+    errors: list
+    failed: list[str]
+    formulas: int
+    typeset: int
+    broken: int
+    copy_inputs: int
+    copy_outputs: int
+    width: int
+    figures: list[dict]
+
+
+@pytest.fixture(scope="module")
+def visits(browser, address: str, site: Path) -> list[Visit]:
+    """每一页打开一次：先按桌面的宽度看，再换成手机的宽度。"""
+    return [_visit(browser, address, path) for path in sorted(site.glob("*.html"))]
+
+
+def _wait(done: Callable[[], object], seconds: float = 30) -> None:
+    """等到 `done()` 为真；到时仍不是也返回，由断言去说哪里不对。"""
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _visit(browser, address: str, path: Path) -> Visit:
+    ask = browser.execute_script
+
+    def count(selector: str) -> int:
+        return ask(f"return document.querySelectorAll('{selector}').length")
+
+    browser.get(f"{address}/{path.name}")
+    formulas = path.read_text(encoding="utf-8").count('class="math')
+    # 两样都由脚本加上；MathJax 在忙碌的机器上要好几秒
+    _wait(lambda: not formulas or count("mjx-container"))
+    _wait(lambda: not count(".cell_input") or count(".copybtn"))
+    seen = {
+        "errors": [log for log in browser.get_log("browser") if log["level"] == "SEVERE"],
+        "failed": _failed_requests(browser),
+        "formulas": formulas,
+        "typeset": count("mjx-container"),
+        "broken": count("mjx-merror"),
+        "copy_inputs": count(".cell_input .copybtn"),
+        "copy_outputs": count(".cell_output .copybtn"),
+    }
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
     try:
-        for path in sorted(site.glob("*.html")):
-            browser.get(f"{address}/{path.name}")
-            time.sleep(0.2)
-            width = browser.execute_script("return document.documentElement.scrollWidth")
-            assert width <= 375, f"{path.name} 宽 {width} 像素"
+        width = ask("return document.documentElement.scrollWidth")
+        return Visit(path.name, **seen, width=width, figures=ask(READABLE))
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_pages_read_without_network_or_errors(visits: list[Visit]) -> None:
+    """断网的浏览器里，每一页都没有控制台错误、没有失败的请求，公式排好了版。"""
+    assert len(visits) > 4, [visit.page for visit in visits]
+    assert any(visit.formulas for visit in visits)
+    for visit in visits:
+        assert not visit.errors, f"{visit.page}：{visit.errors}"
+        assert not visit.failed, f"{visit.page}：{visit.failed}"
+        assert visit.typeset or not visit.formulas, f"{visit.page}：公式没有排版"
+        assert visit.broken == 0, f"{visit.page}：{visit.broken} 个公式有错"
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_pages_fit_a_phone(visits: list[Visit]) -> None:
+    """375 像素宽的屏幕上，每一页都不需要横向滚动。"""
+    for visit in visits:
+        assert visit.width <= 375, f"{visit.page} 宽 {visit.width} 像素"
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_copy_buttons_are_on_code_only(visits: list[Visit]) -> None:
+    """代码旁有复制按钮，程序的输出旁没有：没人要把命令、提示符和一张表一起粘进终端。"""
+    assert sum(visit.copy_inputs for visit in visits) > 0
+    for visit in visits:
+        assert visit.copy_outputs == 0, f"{visit.page}：{visit.copy_outputs} 个输出有复制按钮"
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_the_clipboard_gets_commands_without_prompts(browser, history: History) -> None:
+    """带提示符的块，复制到的是命令本身，没有 "$ "，也没有它的输出。"""
+    browser.get((history.site / "index.html").as_uri())
+    button = "document.querySelector('.highlight-console .copybtn')"
+    _wait(lambda: browser.execute_script(f"return {button}"))
+    copied = browser.execute_script(
+        "document.execCommand = () => { window.copied = `${getSelection()}`; return true; };"
+        f"{button}.click(); return window.copied;"
+    )
+    assert copied == "python experiments/tiny.py", copied
 
 
 @pytest.mark.slow
@@ -564,7 +746,7 @@ def test_pages_follow_the_house_rules(path: Path) -> None:
     for cell in re.findall(r"^```\{code-cell\}.*?^```", text, re.MULTILINE | re.DOTALL):
         assert not re.search(r"^\s*(!|%run\b)", cell, re.MULTILINE), cell
     prose = re.sub(r"^(`{3,}|:{3,}).*?^\1[ \t]*$", "", text, flags=re.MULTILINE | re.DOTALL)
-    for heading in re.finditer(r"^#{1,2} .*", prose, re.MULTILINE):
+    for heading in re.finditer(r"^#{1,6} .*", prose, re.MULTILINE):
         before = prose[: heading.start()].rstrip("\n").rsplit("\n", 1)[-1]
         assert re.fullmatch(r"\([a-z0-9][a-z0-9-]*\)=", before), f"{heading[0]} 前面没有标签"
 

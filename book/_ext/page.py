@@ -131,7 +131,10 @@ def _environment(processes: int, threads: int | None) -> dict[str, str]:
     """脚本的环境：在 `child_environment` 之外，导入这份仓库的代码，折行宽度不随终端变化。"""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = launch.child_environment(processes, threads)
-    return environment | {"PYTHONPATH": path, "COLUMNS": "100"}
+    # 书页读的是这份仓库的 results/，脚本就写在那里，不管外面把 BOOK_RESULTS 设成什么
+    return environment | {
+        "PYTHONPATH": path, "COLUMNS": "100", "BOOK_RESULTS": str(ROOT / "results")
+    }  # fmt: skip
 
 
 def _text(output: bytes) -> str:
