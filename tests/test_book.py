@@ -16,6 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
+from docutils import nodes
+from docutils.core import publish_doctree
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOK = ROOT / "book"
@@ -27,6 +30,7 @@ import build_minutes  # noqa: E402
 import repository_links  # noqa: E402
 from _ext import page  # noqa: E402
 from chinese_site import JOINT, glossary_terms  # noqa: E402
+from glossary_links import link_first_appearances, read_terms  # noqa: E402
 from page_dependencies import page_files  # noqa: E402
 
 from tokens.errors import UserError  # noqa: E402
@@ -166,9 +170,10 @@ class MiniBook:
         (self.root / name).write_text(text, encoding="utf-8")
 
     def list_pages(self, *names: str) -> None:
-        """写目录文件：index 之后依次是这些页。"""
-        chapters = "".join(f"  - file: {name}\n" for name in names)
-        self.write("_toc.yml", f"format: jb-book\nroot: index\nchapters:\n{chapters}")
+        """写目录文件：index 之后是一个部分，依次有这些页。"""
+        part = "parts:\n  - caption: 一部分\n    numbered: 1\n    chapters:\n"
+        chapters = "".join(f"      - file: {name}\n" for name in names)
+        self.write("_toc.yml", f"format: jb-book\nroot: index\n{part}{chapters}")
 
     def build(self, prefix: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
         """构建一次，输出里没有终端颜色；`prefix` 放在命令前面。"""
@@ -552,6 +557,17 @@ def test_page_shows_the_command_and_its_output_once(history: History) -> None:
 
 
 @pytest.mark.slow
+def test_figures_are_numbered_by_chapter(history: History) -> None:
+    """第 1 章的第一张图叫“图 1.1”：加一章只改它后面各章的号，章里的次序不动。"""
+    assert '<span class="caption-number">图 1.1 </span>' in read(history.site, "running")
+    assert '<span class="section-number">2. </span>' in read(history.site, "still")
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+    for part in toc["parts"]:
+        numbered = part.get("numbered")
+        assert (numbered == 1) == (part["caption"] != "附录"), f"{part['caption']}：{numbered}"
+
+
+@pytest.mark.slow
 def test_a_sentence_per_line_leaves_no_spaces_on_the_page(history: History) -> None:
     """源文件里一句一行，网页上的中文段落是连着的。"""
     text = re.sub(r"<[^>]+>", "", read(history.site, "index"))
@@ -811,3 +827,53 @@ def test_chapters_have_their_furniture(path: Path) -> None:
         assert re.search(rf"^#+ .*{heading}", text, re.MULTILINE), f"缺“{heading}”一节"
     assert f"{{literalinclude}} ../experiments/{path.stem}.py" in text
     assert ":pyobject:" in text
+
+
+TERMS = """| 中文 | English | 一句话 |
+|---|---|---|
+| 学习率 | learning rate | 每步走多远。 |
+| 学习率预热 | learning-rate warm-up | 从小升到峰值。 |
+| 损失 | loss | 太常见。 |
+| 缩放点积注意力 | scaled dot-product attention, SDPA | `算子`。 |
+"""
+
+
+def test_terms_link_to_the_glossary_where_they_first_appear() -> None:
+    """术语只在第一次出现时连到术语表，长的叫法优先；标题、代码、已有的链接里和两个字的词不连。"""
+    text = "SDPA 的 loss：学习率预热之后是学习率，再说 SDPA、XSDPA 和缩放点积注意力。"
+    document = publish_doctree(f"学习率\n======\n\n``SDPA`` `SDPA <x.html>`__ 损失\n\n{text}\n")
+    link_first_appearances(document, read_terms(TERMS), "glossary.html")
+    links = [(node.astext(), node["refuri"]) for node in document.findall(nodes.reference)]
+    assert links == [
+        ("SDPA", "x.html"),
+        ("SDPA", "glossary.html#term-scaled-dot-product-attention"),
+        ("loss", "glossary.html#term-loss"),
+        ("学习率预热", "glossary.html#term-learning-rate-warm-up"),
+        ("学习率", "glossary.html#term-learning-rate"),
+    ], links
+    assert text in document.astext(), "文字不该有变化"
+
+
+def test_glossary_has_the_terms_that_readers_tripped_over() -> None:
+    """读者绊过的术语都在术语表里，锚不重复，一个叫法只属于一行。"""
+    terms = read_terms((BOOK / "glossary.md").read_text(encoding="utf-8"))
+    names = [name for term in terms for name in term.names]
+    wanted = "eager SDPA AMX IQR Muon Welch all-reduce GradScaler TF32 ZeRO GQA PUE FSDP MFU"
+    assert {*wanted.split(), "pinned memory"} <= set(names), names
+    for group in (names, [term.anchor for term in terms]):
+        twice = {one for one in group if group.count(one) > 1}
+        assert not twice, f"出现了两次：{twice}"
+
+
+@pytest.mark.slow
+def test_glossary_links_land_on_their_rows(site: Path) -> None:
+    """网页上的术语链接都指向术语表里真有的锚。"""
+    anchors = set(re.findall(r'<tr[^>]*\bid="(term-[^"]+)"', read(site, "glossary")))
+    assert len(anchors) > 60, anchors
+    pages = [path for path in site.glob("*.html") if path.stem != "glossary"]
+    linked = {
+        anchor
+        for path in pages
+        for anchor in re.findall(r'href="glossary\.html#(term-[^"]+)"', path.read_text("utf-8"))
+    }
+    assert linked and linked <= anchors, linked - anchors
