@@ -74,11 +74,16 @@ def test_readme_links_exist(link: str) -> None:
 
 
 def test_readme_table_lists_every_chapter() -> None:
-    """章节表列出每一个有书页的脚本：书页、脚本、测试同名。"""
+    """章节表列出每一个有书页的脚本：书页、脚本、测试同名，按书页的标题称呼，次序与目录相同。"""
     for name in CHAPTERS:
-        row = f"[{name}](book/{name}.md)"
-        assert row in README, f"章节表里没有 {name}"
+        page = (ROOT / f"book/{name}.md").read_text(encoding="utf-8")
+        title = re.search(r"^# (.*)", page, re.MULTILINE)[1]
+        assert f"[{title}](book/{name}.md)" in README, f"章节表里没有 {name}：{title}"
         assert f"(experiments/{name}.py)" in README and f"(tests/test_{name}.py)" in README, name
+    listed = re.findall(r"^\| \[.*?\]\(book/(\w+)\.md\) \|", README, re.MULTILINE)
+    toc = (ROOT / "_toc.yml").read_text(encoding="utf-8")
+    order = [name for name in re.findall(r"- file: (\w+)", toc) if name in listed]
+    assert listed == order, f"README 的次序 {listed}，目录的次序 {order}"
 
 
 def test_readme_minutes_are_the_committed_measurement() -> None:
