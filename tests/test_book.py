@@ -331,6 +331,17 @@ def test_expected_failure_is_shown_not_raised(scripts: Path, capsys) -> None:
         page.run("usage.py")
 
 
+def test_output_is_shown_by_its_sections(scripts: Path, capsys) -> None:
+    """长的输出按小节分几处印：命令只印一次，小节按标题找，找不到就报错。"""
+    (scripts / "long.py").write_text("print('\\n甲：表\\n1\\n\\n乙\\n2\\n\\n丙\\n3')\n")
+    done = page.run("long.py", only=("甲",))
+    assert capsys.readouterr().out == "$ python long.py\n甲：表\n1\n"
+    done.show("丙", "乙")
+    assert capsys.readouterr().out == "丙\n3\n\n乙\n2\n"
+    with pytest.raises(page.ScriptError, match="没有以“丁”开头的小节"):
+        done.show("丁")
+
+
 def test_timeout_ends_every_descendant(scripts: Path) -> None:
     """超时后脚本和它的后代都不再活着，自立会话的也不例外；已写出的 stderr 在错误里。"""
     (scripts / "hang.py").write_text(
