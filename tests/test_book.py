@@ -1,7 +1,9 @@
 """书的机器：运行脚本、跟踪依赖、失败即停、离线可读、能搜中文、手机上不横向滚动。"""
 
+import ast
 import functools
 import http.server
+import importlib
 import json
 import os
 import re
@@ -12,7 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -31,7 +35,7 @@ import repository_links  # noqa: E402
 from _ext import page  # noqa: E402
 from chinese_site import JOINT, glossary_terms  # noqa: E402
 from glossary_links import link_first_appearances, read_terms  # noqa: E402
-from page_dependencies import page_files  # noqa: E402
+from page_dependencies import page_cells, page_files  # noqa: E402
 
 from tokens.errors import UserError  # noqa: E402
 
@@ -819,6 +823,26 @@ def test_pages_follow_the_house_rules(path: Path) -> None:
     for heading in re.finditer(r"^#{1,6} .*", prose, re.MULTILINE):
         before = prose[: heading.start()].rstrip("\n").rsplit("\n", 1)[-1]
         assert re.fullmatch(r"\([a-z0-9][a-z0-9-]*\)=", before), f"{heading[0]} 前面没有标签"
+
+
+@pytest.mark.parametrize("path", sorted(BOOK.glob("*.md")), ids=lambda path: path.stem)
+def test_names_imported_by_pages_exist(path: Path) -> None:
+    """书页的单元从脚本里导入的名字都还在：改名不必等到构建失败才知道。"""
+    for tree in page_cells(path.read_text(encoding="utf-8")):
+        for node in ast.walk(tree):
+            root = node.module.split(".")[0] if isinstance(node, ast.ImportFrom) else ""
+            if root not in ("experiments", "model", "tokens"):
+                continue
+            module = importlib.import_module(node.module)
+            missing = [one.name for one in node.names if not _has(module, one.name)]
+            assert not missing, f"{node.module} 里没有 {missing}"
+
+
+def _has(module: ModuleType, name: str) -> bool:
+    """模块里有这个名字，或者它是一个子模块。"""
+    return hasattr(module, name) or (
+        hasattr(module, "__path__") and find_spec(f"{module.__name__}.{name}") is not None
+    )
 
 
 @pytest.mark.parametrize("path", sorted(BOOK.glob("*.md")), ids=lambda path: path.stem)
