@@ -688,8 +688,7 @@ PHONE = {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": True}
 READABLE = """
 const figures = [...document.querySelectorAll('.bd-article figure img, .cell_output img')];
 return figures.filter(f => f.naturalWidth > 100).map(f => ({
-    name: f.closest('figure')?.id ?? f.src, width: f.getBoundingClientRect().width,
-    scale: f.getBoundingClientRect().width / f.naturalWidth}));
+    name: f.closest('figure')?.id ?? f.src, width: f.getBoundingClientRect().width}));
 """
 
 
@@ -769,6 +768,16 @@ def test_pages_fit_a_phone(visits: list[Visit]) -> None:
     """375 像素宽的屏幕上，每一页都不需要横向滚动。"""
     for visit in visits:
         assert visit.width <= 375, f"{visit.page} 宽 {visit.width} 像素"
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_figures_are_readable_on_a_phone(visits: list[Visit]) -> None:
+    """手机上图不缩到字看不清：至少 600 像素宽，在自己的框里横向滚动。"""
+    figures = [(visit.page, figure) for visit in visits for figure in visit.figures]
+    assert figures
+    for page_name, figure in figures:
+        assert figure["width"] >= 600, f"{page_name} 的 {figure['name']} 宽 {figure['width']} 像素"
 
 
 @pytest.mark.slow
