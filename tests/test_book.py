@@ -686,7 +686,7 @@ def _failed_requests(browser) -> list[str]:
 
 PHONE = {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": True}
 READABLE = """
-const figures = [...document.querySelectorAll('.bd-article figure img, .cell_output img')];
+const figures = [...document.querySelectorAll('.bd-article figure img')];
 return figures.filter(f => f.naturalWidth > 100).map(f => ({
     name: f.closest('figure')?.id ?? f.src, width: f.getBoundingClientRect().width}));
 """
