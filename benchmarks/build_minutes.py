@@ -1,6 +1,6 @@
 """把一次安静的构建里各页的时间，变成书里、方框里、README 里的那些“约几分钟”。
 
-    jupyter-book clean book && jupyter-book build book
+    rm -rf _build && jupyter-book build book
     python benchmarks/build_minutes.py
 
 读 `_build/execution.json`（构建时写下的），写 `book/measured/build_minutes.csv`，
@@ -49,7 +49,7 @@ def rows_of(record: dict, where: dict[str, str], extra: dict[str, float]) -> lis
     if old or not record["pages"]:
         raise UserError(
             f"{'、'.join(old) or '各页'} 不是在这次构建里执行的；"
-            "先 jupyter-book clean book，再 jupyter-book build book"
+            "删掉 _build 再 jupyter-book build book"
         )
     seconds = {name: page["seconds"] for name, page in record["pages"].items()}
     seconds |= {"book": record["seconds"], **extra}
