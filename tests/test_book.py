@@ -39,6 +39,9 @@ from page_dependencies import page_cells, page_files  # noqa: E402
 
 from tokens.errors import UserError  # noqa: E402
 
+# `history` 要建四次书，安静的两核机器上约二十秒，很忙的机器上要几分钟
+pytestmark = pytest.mark.timeout(900)
+
 CHAPTERS = sorted(
     path for path in BOOK.glob("*.md") if (ROOT / f"experiments/{path.stem}.py").is_file()
 )
@@ -195,7 +198,7 @@ class MiniBook:
             encoding="utf-8",
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=200,
+            timeout=400,
             check=False,
         )
 
