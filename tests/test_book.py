@@ -1,7 +1,9 @@
 """书的机器：运行脚本、跟踪依赖、失败即停、离线可读、能搜中文、手机上不横向滚动。"""
 
+import ast
 import functools
 import http.server
+import importlib
 import json
 import os
 import re
@@ -10,20 +12,35 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
+import yaml
+from docutils import nodes
+from docutils.core import publish_doctree
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOK = ROOT / "book"
-for folder in (BOOK, BOOK / "_ext"):  # 书页的工作目录，以及 Sphinx 扩展所在的目录
+# 书页的工作目录、Sphinx 扩展和 build_minutes.py 所在的目录
+for folder in (BOOK, BOOK / "_ext", ROOT / "benchmarks"):
     sys.path.insert(0, str(folder))
 
+import build_minutes  # noqa: E402
 import repository_links  # noqa: E402
 from _ext import page  # noqa: E402
 from chinese_site import JOINT, glossary_terms  # noqa: E402
-from page_dependencies import page_files  # noqa: E402
+from glossary_links import link_first_appearances, read_terms  # noqa: E402
+from page_dependencies import page_cells, page_files  # noqa: E402
+
+from tokens.errors import UserError  # noqa: E402
+
+# `history` 要建四次书，安静的两核机器上约二十秒，很忙的机器上要几分钟
+pytestmark = pytest.mark.timeout(900)
 
 CHAPTERS = sorted(
     path for path in BOOK.glob("*.md") if (ROOT / f"experiments/{path.stem}.py").is_file()
@@ -51,6 +68,11 @@ INDEX = """(home)=
 接着 Latin
 words。
 
+```console
+$ python experiments/tiny.py
+训练
+```
+
 $$
 L(N, D) = E + \\frac{A}{N^{\\alpha}} + \\frac{B}{D^{\\beta}} + \\frac{C}{N^{\\alpha} D^{\\beta}}
 $$
@@ -62,6 +84,7 @@ $$
 RUNNING = (
     HEADER
     + """
+(running)=
 # 会运行的页
 
 ```{code-cell} ipython3
@@ -91,7 +114,13 @@ show_figure(fig, "curve")
 STILL = (
     HEADER
     + """
+(still)=
 # 不依赖脚本的页
+
+多久：{minutes}`still`；{minutes}`running|where`。
+
+(still-part)=
+## 一节 with Latin
 
 ```{code-cell} ipython3
 print("不动")
@@ -111,8 +140,20 @@ Path("results/tiny.csv").write_text(f"step,loss\\n1,{LOSS}\\n")
 '''
 
 
+EXTRA = """(extra)=
+# 后加的一章
+
+{ref}`no-such-label`
+"""
+MINUTES = """page,seconds,cpu,cores,isa,python,torch,date,commit
+still,93.0,某种 CPU,2,avx2,3.11.7,2.13.0,2026-01-02,abc
+running,3.0,某种 CPU,2,avx2,3.11.7,2.13.0,2026-01-02,abc
+"""
+PAGES = ("running", "still", "glossary")
+
+
 class MiniBook:
-    """临时目录里的三页小书，用真的配置和真的扩展构建。"""
+    """临时目录里的四页小书，用真的配置和真的扩展构建。"""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -121,9 +162,8 @@ class MiniBook:
         shutil.copy(BOOK / "glossary.md", root / "book")
         shutil.copy(ROOT / "_config.yml", root)
         (root / "experiments").mkdir()
-        self.write("_toc.yml", "format: jb-book\nroot: index\nchapters:\n")
-        with (root / "_toc.yml").open("a") as toc:
-            toc.writelines(f"  - file: {name}\n" for name in ("running", "still", "glossary"))
+        (root / "book/measured").mkdir()
+        self.list_pages(*PAGES)
         (root / "book" / "_toc.yml").symlink_to("../_toc.yml")
         self.write("book/index.md", INDEX.replace("```{toctree}\n```\n", ""))
         self.write("book/running.md", RUNNING)
@@ -136,8 +176,14 @@ class MiniBook:
         """写一个文件，修改时间严格晚于上次构建。"""
         (self.root / name).write_text(text, encoding="utf-8")
 
-    def build(self) -> subprocess.CompletedProcess[str]:
-        """构建一次；`log` 里没有终端颜色。"""
+    def list_pages(self, *names: str) -> None:
+        """写目录文件：index 之后是一个部分，依次有这些页。"""
+        part = "parts:\n  - caption: 一部分\n    numbered: 1\n    chapters:\n"
+        chapters = "".join(f"      - file: {name}\n" for name in names)
+        self.write("_toc.yml", f"format: jb-book\nroot: index\n{part}{chapters}")
+
+    def build(self, prefix: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        """构建一次，输出里没有终端颜色；`prefix` 放在命令前面。"""
         environment = os.environ | {
             "GITHUB_REPOSITORY": "someone/fork",
             "CI": "true",  # 有警告即失败
@@ -145,39 +191,96 @@ class MiniBook:
             "PYTHONUTF8": "1",
         }
         return subprocess.run(
-            [Path(sys.executable).with_name("jupyter-book"), "build", "book"],
+            [*prefix, Path(sys.executable).with_name("jupyter-book"), "build", "book"],
             cwd=self.root,
             env=environment,
             text=True,
             encoding="utf-8",
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=200,
+            timeout=400,
             check=False,
         )
 
-    def html(self, name: str, folder: str = "_build/html") -> str:
-        return (self.root / folder / f"{name}.html").read_text(encoding="utf-8")
+    def keep(self, name: str) -> Path:
+        """把网站此刻的样子留一份，后面的构建会改它。"""
+        return Path(shutil.copytree(self.root / "_build/html", self.root / name))
+
+    def record(self) -> str:
+        """这次构建写下的各页时间。"""
+        return (self.root / "_build/execution.json").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class History:
+    """一本小书接连四次构建的日志，和前三次的网站；每次构建要几秒，几个测试合用它们。
+
+    1. `first`：从零建。
+    2. `edited`：改了脚本导入的模块，加了一章，那一章里有一处失效的引用；各页的时间也重新量过。
+    3. `removed`：加的那一章又删掉，别的什么也没改。
+    4. `failed`：脚本抛出错误。
+    """
+
+    first: str
+    edited: subprocess.CompletedProcess[str]
+    removed: str
+    failed: subprocess.CompletedProcess[str]
+    first_record: str
+    edited_record: str
+    site: Path
+    edited_site: Path
+    removed_site: Path
 
 
 @pytest.fixture(scope="module")
-def mini(tmp_path_factory: pytest.TempPathFactory) -> MiniBook:
+def history(tmp_path_factory: pytest.TempPathFactory) -> History:
     book = MiniBook(tmp_path_factory.mktemp("mini"))
-    done = book.build()
-    assert done.returncode == 0, done.stdout
-    assert not re.search("WARNING|Warning:", done.stdout), done.stdout
-    # 后面的测试会改坏这本书；网站留一份第一次建成的样子
-    shutil.copytree(book.root / "_build/html", book.root / "site")
-    return book
+
+    def good() -> str:
+        done = book.build()
+        assert done.returncode == 0, done.stdout
+        assert not re.search("WARNING|Warning:", done.stdout), done.stdout
+        return done.stdout
+
+    first = good()
+    site, first_record = book.keep("site"), book.record()
+    book.write("experiments/shared.py", "LOSS = 3.25\n")
+    book.write("book/extra.md", EXTRA)
+    book.list_pages(*PAGES, "extra")
+    book.write("book/measured/build_minutes.csv", MINUTES)
+    edited = book.build()
+    edited_site, edited_record = book.keep("edited"), book.record()
+    (book.root / "book/extra.md").unlink()
+    book.list_pages(*PAGES)
+    removed = good()
+    removed_site = book.keep("removed")
+    book.write("experiments/tiny.py", TINY + "raise RuntimeError('故意种下的错误')\n")
+    return History(
+        first, edited, removed, book.build(), first_record, edited_record,
+        site, edited_site, removed_site,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def site(request: pytest.FixtureRequest) -> Path:
-    """已经建好的真书；没有就用小书。"""
-    built = ROOT / "_build/html"
-    if (built / "searchindex.js").is_file():
-        return built
-    return request.getfixturevalue("mini").root / "site"
+    """环境变量 BOOK_SITE 指的、刚建好的真书（`.ci/run` 这样做）；没有就用小书。
+
+    不去看 `_build/`：那里可能是很久以前建的，测它什么也不证明。
+    """
+    if built := os.environ.get("BOOK_SITE"):
+        assert (Path(built) / "searchindex.js").is_file(), f"BOOK_SITE={built} 不是建好的书"
+        return Path(built)
+    return request.getfixturevalue("history").site
+
+
+def read(site: Path, name: str) -> str:
+    """网站里的一页。"""
+    return (site / f"{name}.html").read_text(encoding="utf-8")
+
+
+def executed(log: str) -> list[str]:
+    """日志里执行过的页，按名字排列。"""
+    return sorted(re.findall(r"(\w+)\.md: Executing notebook", log))
 
 
 @pytest.fixture
@@ -233,6 +336,17 @@ def test_expected_failure_is_shown_not_raised(scripts: Path, capsys) -> None:
     assert capsys.readouterr().out == "$ python usage.py\n错误：x\n"
     with pytest.raises(page.ScriptError, match="退出码 2"):
         page.run("usage.py")
+
+
+def test_output_is_shown_by_its_sections(scripts: Path, capsys) -> None:
+    """长的输出按小节分几处印：命令只印一次，小节按标题找，找不到就报错。"""
+    (scripts / "long.py").write_text("print('\\n甲：表\\n1\\n\\n乙\\n2\\n\\n丙\\n3')\n")
+    done = page.run("long.py", only=("甲",))
+    assert capsys.readouterr().out == "$ python long.py\n甲：表\n1\n"
+    done.show("丙", "乙")
+    assert capsys.readouterr().out == "丙\n3\n\n乙\n2\n"
+    with pytest.raises(page.ScriptError, match="没有以“丁”开头的小节"):
+        done.show("丁")
 
 
 def test_timeout_ends_every_descendant(scripts: Path) -> None:
@@ -320,49 +434,111 @@ def test_every_chapter_depends_on_its_own_script(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_edited_module_reruns_exactly_the_pages_that_use_it(mini: MiniBook) -> None:
+def test_edited_module_reruns_exactly_the_pages_that_use_it(history: History) -> None:
     """改了脚本导入的模块，下次构建只重跑用到它的那一页，正文里的数字随之改变；没改就都不跑。"""
-    assert "4.500" in mini.html("running")
-    untouched = mini.build()
-    assert "Executing notebook" not in untouched.stdout, untouched.stdout
-    mini.write("experiments/shared.py", "LOSS = 3.25\n")
-    rebuilt = mini.build()
-    executed = re.findall(r"(\w+)\.md: Executing notebook", rebuilt.stdout)
-    assert executed == ["running"], rebuilt.stdout
-    assert "3.250" in mini.html("running")
+    assert executed(history.first) == ["running", "still"], history.first
+    assert "4.500" in read(history.site, "running")
+    assert executed(history.edited.stdout) == ["running"], history.edited.stdout
+    assert "3.250" in read(history.edited_site, "running")
+    assert executed(history.removed) == [], history.removed
 
 
 @pytest.mark.slow
-def test_failing_script_fails_the_build_and_shows_its_stderr(mini: MiniBook) -> None:
+def test_failing_script_fails_the_build_and_shows_its_stderr(history: History) -> None:
     """脚本一失败，构建的退出码就非零，日志里有脚本的 stderr。"""
-    mini.write("experiments/tiny.py", TINY + "raise RuntimeError('故意种下的错误')\n")
-    failed = mini.build()
-    mini.write("experiments/tiny.py", TINY)
+    failed = history.failed
     assert failed.returncode != 0, failed.stdout
     assert "RuntimeError: 故意种下的错误" in failed.stdout, failed.stdout
     assert "$ python experiments/tiny.py --steps 3" in failed.stdout, failed.stdout
 
 
 @pytest.mark.slow
-def test_warning_fails_the_build_in_ci(mini: MiniBook) -> None:
+def test_warning_fails_the_build_in_ci(history: History) -> None:
     """在 CI 里，一处失效的交叉引用就让构建失败。"""
-    mini.write("book/still.md", STILL + "\n{ref}`no-such-label`\n")
-    warned = mini.build()
-    mini.write("book/still.md", STILL)
-    assert warned.returncode != 0, warned.stdout
-    assert "no-such-label" in warned.stdout, warned.stdout
+    assert history.edited.returncode != 0, history.edited.stdout
+    assert "no-such-label" in history.edited.stdout, history.edited.stdout
 
 
 @pytest.mark.slow
-def test_buttons_lead_to_the_repository_of_the_build(mini: MiniBook) -> None:
+def test_every_sidebar_follows_the_table_of_contents(history: History) -> None:
+    """加一章，没有改动的页侧栏里也有它；删一章，哪页也不再链接它，它的网页也不在了。
+
+    重写这些页时没有重新执行它们。
+    """
+    names = {path.stem for path in history.site.glob("*.html")}
+    assert {"index", "extra", *PAGES} - names == {"extra"}, names
+    for name in ("index", *PAGES):
+        added, removed = (read(kept, name) for kept in (history.edited_site, history.removed_site))
+        assert 'href="extra.html"' in added, f"{name} 的侧栏里没有新的一章"
+        assert "extra.html" not in removed, f"{name} 还链接着删掉的一章"
+    assert not list(history.removed_site.rglob("extra*")), "删掉的一章还留在网站里"
+    assert executed(history.removed) == [], history.removed
+
+
+@pytest.mark.slow
+def test_minutes_come_from_the_committed_measurement(history: History) -> None:
+    """页上的“多久”取自提交的测量；没有量过的页照样建得成；重新量过之后换成新的，不重新执行。"""
+    assert "多久：还没有量过；还没有量过。" in read(history.site, "still")
+    assert executed(history.edited.stdout) == ["running"], "still 不该重新执行"
+    said = "多久：约 2 分钟；几秒（2 核，某种 CPU，2026-01-02 量的；换一台机器会不同）。"
+    assert said in read(history.edited_site, "still")
+
+
+@pytest.mark.slow
+def test_builds_record_how_long_each_page_took(history: History) -> None:
+    """构建写下每页执行的秒数和时刻；`build_minutes.py` 认得哪些页不是在这次构建里执行的。"""
+    first, edited = (json.loads(log) for log in (history.first_record, history.edited_record))
+    assert set(first["pages"]) == {"running", "still"}, first
+    assert all(0 < page["seconds"] < first["seconds"] for page in first["pages"].values()), first
+    rows = build_minutes.rows_of(first, {"cpu": "x"}, {"pytest": 1.0})
+    assert [row["page"] for row in rows] == ["running", "still", "book", "pytest"], rows
+    with pytest.raises(UserError, match="^still 不是在这次构建里执行的"):
+        build_minutes.rows_of(edited, {}, {})
+
+
+@pytest.mark.slow
+def test_headings_are_anchored_by_their_labels(site: Path) -> None:
+    """标题旁的链接和页内目录用作者写的 ASCII 标签，不用随位置编号的 id5，也不随标题改字而变。"""
+    for path in sorted(site.glob("*.html")):
+        html = path.read_text(encoding="utf-8")
+        anchors = re.findall(r'</?[^<]*<a class="headerlink" href="#([^"]*)"', html)
+        unstable = [anchor for anchor in anchors if re.fullmatch(r"id\d+", anchor)]
+        assert not unstable, f"{path.name}：{unstable}"
+    if not os.environ.get("BOOK_SITE"):
+        html = read(site, "still")
+        assert 'class="headerlink" href="#still-part"' in html, html
+        assert 'nav-link" href="#still-part">' in html, html
+
+
+@pytest.mark.slow
+def test_build_in_a_read_only_checkout_ends_in_one_sentence(tmp_path: Path) -> None:
+    """仓库写不进去时，构建以退出码 2 和一句话结束：哪里写不进，该怎么办；没有 traceback。"""
+    book = MiniBook(tmp_path / "locked")
+    command: list[str] = []
+    if os.geteuid() == 0:  # root 不受权限位约束，去掉这项特权才像一个读者
+        if not shutil.which("setpriv"):
+            pytest.skip("以 root 运行，又没有 setpriv 可以去掉特权")
+        command = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"]
+    book.root.chmod(0o555)
+    try:
+        done = book.build(command)
+    finally:
+        book.root.chmod(0o755)
+    assert done.returncode == 2, done.stdout
+    assert "Traceback" not in done.stdout, done.stdout
+    last = done.stdout.strip().rsplit("\n", 1)[-1]
+    assert last.startswith("错误：写不进") and str(book.root) in last, done.stdout
+
+
+@pytest.mark.slow
+def test_buttons_lead_to_the_repository_of_the_build(history: History) -> None:
     """编辑、提问、源码链接都指向构建所在的仓库（这里是一个复刻），不指向别处。"""
-    html = mini.html("running", "site")
+    html = read(history.site, "running")
     for link in ("edit/main/book/running.md", "issues/new"):
         assert f"https://github.com/someone/fork/{link}" in html, link
     assert "executablebooks/jupyter-book" not in html
-    assert "https://github.com/someone/fork/blob/main/experiments/tiny.py" in mini.html(
-        "index", "site"
-    )
+    source = "https://github.com/someone/fork/blob/main/experiments/tiny.py"
+    assert source in read(history.site, "index")
 
 
 @pytest.mark.parametrize(
@@ -388,20 +564,31 @@ def test_repository_comes_from_the_origin_remote(
 
 
 @pytest.mark.slow
-def test_page_shows_the_command_and_its_output_once(mini: MiniBook) -> None:
+def test_page_shows_the_command_and_its_output_once(history: History) -> None:
     """页上先是读者会键入的命令，再是脚本的输出，此外没有别的；进度条不在页上。"""
     outputs = re.findall(
-        r'<div class="cell_output.*?<pre>(.*?)</pre>', mini.html("running", "site"), re.S
+        r'<div class="cell_output.*?<pre>(.*?)</pre>', read(history.site, "running"), re.S
     )
     shown = [re.sub(r"<[^>]+>", "", output) for output in outputs]
     assert shown == ["$ python experiments/tiny.py --steps 3\n训练 --steps 3\n"], shown
-    assert "进度条" not in mini.html("running", "site")
+    assert "进度条" not in read(history.site, "running")
 
 
 @pytest.mark.slow
-def test_a_sentence_per_line_leaves_no_spaces_on_the_page(mini: MiniBook) -> None:
+def test_figures_are_numbered_by_chapter(history: History) -> None:
+    """第 1 章的第一张图叫“图 1.1”：加一章只改它后面各章的号，章里的次序不动。"""
+    assert '<span class="caption-number">图 1.1 </span>' in read(history.site, "running")
+    assert '<span class="section-number">2. </span>' in read(history.site, "still")
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+    for part in toc["parts"]:
+        numbered = part.get("numbered")
+        assert (numbered == 1) == (part["caption"] != "附录"), f"{part['caption']}：{numbered}"
+
+
+@pytest.mark.slow
+def test_a_sentence_per_line_leaves_no_spaces_on_the_page(history: History) -> None:
     """源文件里一句一行，网页上的中文段落是连着的。"""
-    text = re.sub(r"<[^>]+>", "", mini.html("index", "site"))
+    text = re.sub(r"<[^>]+>", "", read(history.site, "index"))
     assert "。下一句。再下一句没完接着 Latin\nwords。" in text, text[:2000]
 
 
@@ -458,12 +645,12 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mathjax_is_served_only_where_there_are_formulas(mini: MiniBook) -> None:
+def test_mathjax_is_served_only_where_there_are_formulas(history: History) -> None:
     """有公式的页用站内的 MathJax；没有公式的页不加载它；图标脚本哪页都不加载。"""
-    assert "mathjax/tex-chtml.js" in mini.html("index", "site")
-    assert "tex-chtml.js" not in mini.html("still", "site")
-    assert (mini.root / "site/mathjax/tex-chtml.js").is_file()
-    assert "fontawesome.js" not in mini.html("still", "site")
+    assert "mathjax/tex-chtml.js" in read(history.site, "index")
+    assert "tex-chtml.js" not in read(history.site, "still")
+    assert (history.site / "mathjax/tex-chtml.js").is_file()
+    assert "fontawesome.js" not in read(history.site, "still")
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -500,42 +687,123 @@ def _failed_requests(browser) -> list[str]:
     return failed
 
 
-@pytest.mark.slow
-@pytest.mark.browser
-def test_pages_read_without_network_or_errors(browser, address: str, site: Path) -> None:
-    """断网的浏览器里，每一页都没有控制台错误、没有失败的请求，公式排好了版。"""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    for path in sorted(site.glob("*.html")):
-        browser.get(f"{address}/{path.name}")
-        time.sleep(0.2)
-        if 'class="math' in path.read_text(encoding="utf-8"):
-            wait = WebDriverWait(browser, 30)  # MathJax 在忙碌的机器上要好几秒
-            wait.until(
-                lambda b: b.execute_script("return document.querySelector('mjx-container')"),
-                f"{path.name}：公式没有排版",
-            )
-            errors = browser.execute_script("return document.querySelectorAll('mjx-merror').length")
-            assert errors == 0, f"{path.name}：{errors} 个公式有错"
-        logs = [log for log in browser.get_log("browser") if log["level"] == "SEVERE"]
-        assert not logs, f"{path.name}：{logs}"
-        assert not (failed := _failed_requests(browser)), f"{path.name}：{failed}"
+PHONE = {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+READABLE = """
+const figures = [...document.querySelectorAll('.bd-article figure img')];
+return figures.filter(f => f.naturalWidth > 100).map(f => ({
+    name: f.closest('figure')?.id ?? f.src, width: f.getBoundingClientRect().width}));
+"""
 
 
-@pytest.mark.slow
-@pytest.mark.browser
-def test_pages_fit_a_phone(browser, address: str, site: Path) -> None:
-    """375 像素宽的屏幕上，每一页都不需要横向滚动。"""
-    size = {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+@dataclass(frozen=True)
+class Visit:
+    """浏览器看一页时看到的：控制台错误、坏的请求、公式、复制按钮，以及换成手机后的宽度和图。"""
+
+    page: str
+    errors: list
+    failed: list[str]
+    formulas: int
+    typeset: int
+    broken: int
+    copy_inputs: int
+    copy_outputs: int
+    width: int
+    figures: list[dict]
+
+
+@pytest.fixture(scope="module")
+def visits(browser, address: str, site: Path) -> list[Visit]:
+    """每一页打开一次：先按桌面的宽度看，再换成手机的宽度。"""
+    return [_visit(browser, address, path) for path in sorted(site.glob("*.html"))]
+
+
+def _wait(done: Callable[[], object], seconds: float = 30) -> None:
+    """等到 `done()` 为真；到时仍不是也返回，由断言去说哪里不对。"""
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _visit(browser, address: str, path: Path) -> Visit:
+    ask = browser.execute_script
+
+    def count(selector: str) -> int:
+        return ask(f"return document.querySelectorAll('{selector}').length")
+
+    browser.get(f"{address}/{path.name}")
+    formulas = path.read_text(encoding="utf-8").count('class="math')
+    # 两样都由脚本加上；MathJax 在忙碌的机器上要好几秒
+    _wait(lambda: not formulas or count("mjx-container"))
+    _wait(lambda: not count(".cell_input") or count(".copybtn"))
+    seen = {
+        "errors": [log for log in browser.get_log("browser") if log["level"] == "SEVERE"],
+        "failed": _failed_requests(browser),
+        "formulas": formulas,
+        "typeset": count("mjx-container"),
+        "broken": count("mjx-merror"),
+        "copy_inputs": count(".cell_input .copybtn"),
+        "copy_outputs": count(".cell_output .copybtn"),
+    }
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
     try:
-        for path in sorted(site.glob("*.html")):
-            browser.get(f"{address}/{path.name}")
-            time.sleep(0.2)
-            width = browser.execute_script("return document.documentElement.scrollWidth")
-            assert width <= 375, f"{path.name} 宽 {width} 像素"
+        width = ask("return document.documentElement.scrollWidth")
+        return Visit(path.name, **seen, width=width, figures=ask(READABLE))
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_pages_read_without_network_or_errors(visits: list[Visit]) -> None:
+    """断网的浏览器里，每一页都没有控制台错误、没有失败的请求，公式排好了版。"""
+    assert len(visits) > 4, [visit.page for visit in visits]
+    assert any(visit.formulas for visit in visits)
+    for visit in visits:
+        assert not visit.errors, f"{visit.page}：{visit.errors}"
+        assert not visit.failed, f"{visit.page}：{visit.failed}"
+        assert visit.typeset or not visit.formulas, f"{visit.page}：公式没有排版"
+        assert visit.broken == 0, f"{visit.page}：{visit.broken} 个公式有错"
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_pages_fit_a_phone(visits: list[Visit]) -> None:
+    """375 像素宽的屏幕上，每一页都不需要横向滚动。"""
+    for visit in visits:
+        assert visit.width <= 375, f"{visit.page} 宽 {visit.width} 像素"
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_figures_are_readable_on_a_phone(visits: list[Visit]) -> None:
+    """手机上图不缩到字看不清：至少 600 像素宽，在自己的框里横向滚动。"""
+    figures = [(visit.page, figure) for visit in visits for figure in visit.figures]
+    assert figures
+    for page_name, figure in figures:
+        assert figure["width"] >= 600, f"{page_name} 的 {figure['name']} 宽 {figure['width']} 像素"
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_copy_buttons_are_on_code_only(visits: list[Visit]) -> None:
+    """代码旁有复制按钮，程序的输出旁没有：没人要把命令、提示符和一张表一起粘进终端。"""
+    assert sum(visit.copy_inputs for visit in visits) > 0
+    for visit in visits:
+        assert visit.copy_outputs == 0, f"{visit.page}：{visit.copy_outputs} 个输出有复制按钮"
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_the_clipboard_gets_commands_without_prompts(browser, history: History) -> None:
+    """带提示符的块，复制到的是命令本身，没有 "$ "，也没有它的输出。"""
+    browser.get((history.site / "index.html").as_uri())
+    button = "document.querySelector('.highlight-console .copybtn')"
+    _wait(lambda: browser.execute_script(f"return {button}"))
+    copied = browser.execute_script(
+        "document.execCommand = () => { window.copied = `${getSelection()}`; return true; };"
+        f"{button}.click(); return window.copied;"
+    )
+    assert copied == "python experiments/tiny.py", copied
 
 
 @pytest.mark.slow
@@ -564,9 +832,29 @@ def test_pages_follow_the_house_rules(path: Path) -> None:
     for cell in re.findall(r"^```\{code-cell\}.*?^```", text, re.MULTILINE | re.DOTALL):
         assert not re.search(r"^\s*(!|%run\b)", cell, re.MULTILINE), cell
     prose = re.sub(r"^(`{3,}|:{3,}).*?^\1[ \t]*$", "", text, flags=re.MULTILINE | re.DOTALL)
-    for heading in re.finditer(r"^#{1,2} .*", prose, re.MULTILINE):
+    for heading in re.finditer(r"^#{1,6} .*", prose, re.MULTILINE):
         before = prose[: heading.start()].rstrip("\n").rsplit("\n", 1)[-1]
         assert re.fullmatch(r"\([a-z0-9][a-z0-9-]*\)=", before), f"{heading[0]} 前面没有标签"
+
+
+@pytest.mark.parametrize("path", sorted(BOOK.glob("*.md")), ids=lambda path: path.stem)
+def test_names_imported_by_pages_exist(path: Path) -> None:
+    """书页的单元从脚本里导入的名字都还在：改名不必等到构建失败才知道。"""
+    for tree in page_cells(path.read_text(encoding="utf-8")):
+        for node in ast.walk(tree):
+            root = node.module.split(".")[0] if isinstance(node, ast.ImportFrom) else ""
+            if root not in ("experiments", "model", "tokens"):
+                continue
+            module = importlib.import_module(node.module)
+            missing = [one.name for one in node.names if not _has(module, one.name)]
+            assert not missing, f"{node.module} 里没有 {missing}"
+
+
+def _has(module: ModuleType, name: str) -> bool:
+    """模块里有这个名字，或者它是一个子模块。"""
+    return hasattr(module, name) or (
+        hasattr(module, "__path__") and find_spec(f"{module.__name__}.{name}") is not None
+    )
 
 
 @pytest.mark.parametrize("path", sorted(BOOK.glob("*.md")), ids=lambda path: path.stem)
@@ -586,3 +874,53 @@ def test_chapters_have_their_furniture(path: Path) -> None:
         assert re.search(rf"^#+ .*{heading}", text, re.MULTILINE), f"缺“{heading}”一节"
     assert f"{{literalinclude}} ../experiments/{path.stem}.py" in text
     assert ":pyobject:" in text
+
+
+TERMS = """| 中文 | English | 一句话 |
+|---|---|---|
+| 学习率 | learning rate | 每步走多远。 |
+| 学习率预热 | learning-rate warm-up | 从小升到峰值。 |
+| 损失 | loss | 太常见。 |
+| 缩放点积注意力 | scaled dot-product attention, SDPA | `算子`。 |
+"""
+
+
+def test_terms_link_to_the_glossary_where_they_first_appear() -> None:
+    """术语只在第一次出现时连到术语表，长的叫法优先；标题、代码、已有的链接里和两个字的词不连。"""
+    text = "SDPA 的 loss：学习率预热之后是学习率，再说 SDPA、XSDPA 和缩放点积注意力。"
+    document = publish_doctree(f"学习率\n======\n\n``SDPA`` `SDPA <x.html>`__ 损失\n\n{text}\n")
+    link_first_appearances(document, read_terms(TERMS), "glossary.html")
+    links = [(node.astext(), node["refuri"]) for node in document.findall(nodes.reference)]
+    assert links == [
+        ("SDPA", "x.html"),
+        ("SDPA", "glossary.html#term-scaled-dot-product-attention"),
+        ("loss", "glossary.html#term-loss"),
+        ("学习率预热", "glossary.html#term-learning-rate-warm-up"),
+        ("学习率", "glossary.html#term-learning-rate"),
+    ], links
+    assert text in document.astext(), "文字不该有变化"
+
+
+def test_glossary_has_the_terms_that_readers_tripped_over() -> None:
+    """读者绊过的术语都在术语表里，锚不重复，一个叫法只属于一行。"""
+    terms = read_terms((BOOK / "glossary.md").read_text(encoding="utf-8"))
+    names = [name for term in terms for name in term.names]
+    wanted = "eager SDPA AMX IQR Muon Welch all-reduce GradScaler TF32 ZeRO GQA PUE FSDP MFU"
+    assert {*wanted.split(), "pinned memory"} <= set(names), names
+    for group in (names, [term.anchor for term in terms]):
+        twice = {one for one in group if group.count(one) > 1}
+        assert not twice, f"出现了两次：{twice}"
+
+
+@pytest.mark.slow
+def test_glossary_links_land_on_their_rows(site: Path) -> None:
+    """网页上的术语链接都指向术语表里真有的锚。"""
+    anchors = set(re.findall(r'<tr[^>]*\bid="(term-[^"]+)"', read(site, "glossary")))
+    assert len(anchors) > 60, anchors
+    pages = [path for path in site.glob("*.html") if path.stem != "glossary"]
+    linked = {
+        anchor
+        for path in pages
+        for anchor in re.findall(r'href="glossary\.html#(term-[^"]+)"', path.read_text("utf-8"))
+    }
+    assert linked and linked <= anchors, linked - anchors

@@ -13,9 +13,20 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+for folder in ("benchmarks", "book/_ext"):
+    sys.path.insert(0, str(ROOT / folder))
+
+import build_minutes  # noqa: E402
+import minutes  # noqa: E402
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REQUIREMENTS = (ROOT / "requirements.txt").read_text(encoding="utf-8")
 CONSTRAINTS = (ROOT / ".ci/constraints.txt").read_text(encoding="utf-8")
+CHAPTERS = sorted(
+    path.stem
+    for path in (ROOT / "book").glob("*.md")
+    if (ROOT / f"experiments/{path.stem}.py").is_file()
+)
 PIN = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.]+)")
 
 
@@ -63,16 +74,46 @@ def test_readme_links_exist(link: str) -> None:
 
 
 def test_readme_table_lists_every_chapter() -> None:
-    """章节表列出每一个有书页的脚本：书页、脚本、测试同名。"""
-    chapters = [
-        path.stem
-        for path in (ROOT / "book").glob("*.md")
-        if (ROOT / f"experiments/{path.stem}.py").is_file()
-    ]
-    for name in chapters:
-        row = f"[{name}](book/{name}.md)"
-        assert row in README, f"章节表里没有 {name}"
+    """章节表列出每一个有书页的脚本：书页、脚本、测试同名，按书页的标题称呼，次序与目录相同。"""
+    for name in CHAPTERS:
+        page = (ROOT / f"book/{name}.md").read_text(encoding="utf-8")
+        title = re.search(r"^# (.*)", page, re.MULTILINE)[1]
+        assert f"[{title}](book/{name}.md)" in README, f"章节表里没有 {name}：{title}"
         assert f"(experiments/{name}.py)" in README and f"(tests/test_{name}.py)" in README, name
+    listed = re.findall(r"^\| \[.*?\]\(book/(\w+)\.md\) \|", README, re.MULTILINE)
+    toc = (ROOT / "_toc.yml").read_text(encoding="utf-8")
+    order = [name for name in re.findall(r"- file: (\w+)", toc) if name in listed]
+    assert listed == order, f"README 的次序 {listed}，目录的次序 {order}"
+
+
+def test_readme_minutes_are_the_committed_measurement() -> None:
+    """README 里的每一个时间都等于 `book/measured/build_minutes.csv` 里的数，按同样的规则取整。"""
+    rows = minutes.read_minutes(ROOT / "book")
+    assert README == build_minutes.readme_with(README, rows), "请运行 benchmarks/build_minutes.py"
+    for name in CHAPTERS:
+        said = minutes.spoken(float(rows[name]["seconds"])) if name in rows else "–"
+        row = next(line for line in README.splitlines() if f"(book/{name}.md)" in line)
+        assert row.endswith(f" | {said} |"), f"{name} 应写 {said}：{row}"
+    line = next(line for line in README.splitlines() if "建书" in line and "pytest" not in line)
+    for name in ("book", "first", "pytest"):
+        if name in rows:
+            assert minutes.spoken(float(rows[name]["seconds"])) in line, f"{name}：{line}"
+
+
+def test_build_minutes_rewrites_every_time_in_the_readme() -> None:
+    """`build_minutes.py` 改写 README 的每一处时间：各章的最后一格、建书、第一次建书、测试。"""
+    seconds = dict.fromkeys(CHAPTERS, 41.0) | {"book": 500.0, "first": 700.0, "pytest": 400.0}
+    rows = {name: {"seconds": str(value)} for name, value in seconds.items()}
+    text = build_minutes.readme_with(README, rows)
+    assert text.count(" | 50 秒 |") == len(CHAPTERS), text
+    assert "建书 9 分钟（第一次含编译 12 分钟），测试 7 分钟；" in text, text
+    assert build_minutes.readme_with(text, rows) == text, "再运行一遍不该有变化"
+
+
+def test_minutes_are_rounded_up_to_what_a_reader_needs() -> None:
+    """时间往大里取：十秒以内是“几秒”，一分钟内按十秒，五分钟内按半分钟，再长按分钟。"""
+    table = {3: "几秒", 12: "20 秒", 61: "1.5 分钟", 100: "2 分钟", 334: "6 分钟", 700: "12 分钟"}
+    assert {seconds: minutes.spoken(seconds) for seconds in table} == table
 
 
 def test_every_requirement_is_pinned_exactly() -> None:

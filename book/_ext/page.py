@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,22 @@ class Finished:
     stderr: str
     seconds: float
 
+    def show(self, *titles: str) -> None:
+        """印标准输出里的这几个小节；小节之间空一行，标题是它的第一行的开头。不给标题就印全部。
+
+        Raises:
+            ScriptError: 没有这样开头的小节。
+        """
+        print(self.sections(*titles) if titles else self.stdout, end="", flush=True)
+
+    def sections(self, *titles: str) -> str:
+        """`show` 要印的文字。"""
+        blocks = self.stdout.strip("\n").split("\n\n")
+        found = [[block for block in blocks if block.startswith(title)] for title in titles]
+        if missing := [title for title, some in zip(titles, found, strict=True) if not some]:
+            raise ScriptError(f"{self.command} 的输出里没有以“{missing[0]}”开头的小节")
+        return "\n\n".join(block for some in found for block in some) + "\n"
+
     def _ipython_display_(self) -> None:
         """单元的最后一行是 run(...) 时不再显示什么：输出已经印过了。"""
 
@@ -69,6 +86,7 @@ def run(
     threads: int | None = None,
     quiet: bool = False,
     expect: int = 0,
+    only: Sequence[str] = (),
 ) -> Finished:
     """在独立进程里、以仓库根目录为工作目录运行一个脚本，先印命令再印它的标准输出。
 
@@ -81,6 +99,7 @@ def run(
         threads: 每个进程的计算线程数；默认把可用的核平分给各进程。
         quiet: 不印任何东西，只返回结果。
         expect: 期望的退出码；演示"用错了会怎样"时可设为 2，此时 stderr 一并印出。
+        only: 只印输出里的这几个小节（见 `Finished.show`），其余留给后面的单元。
 
     Raises:
         ScriptError: 脚本不存在、退出码不是 `expect`，或超时；消息带着脚本的 stderr。
@@ -110,7 +129,8 @@ def run(
         raise ScriptError(_report(shown, reason, stdout, stderr))
     done = Finished(shown, stdout, stderr, time.time() - started)
     if not quiet:
-        print(f"$ {shown}", stdout + (stderr if expect else ""), sep="\n", end="", flush=True)
+        output = done.sections(*only) if only else stdout + (stderr if expect else "")
+        print(f"$ {shown}", output, sep="\n", end="", flush=True)
     return done
 
 
@@ -131,7 +151,10 @@ def _environment(processes: int, threads: int | None) -> dict[str, str]:
     """脚本的环境：在 `child_environment` 之外，导入这份仓库的代码，折行宽度不随终端变化。"""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = launch.child_environment(processes, threads)
-    return environment | {"PYTHONPATH": path, "COLUMNS": "100"}
+    # 书页读的是这份仓库的 results/，脚本就写在那里，不管外面把 BOOK_RESULTS 设成什么
+    return environment | {
+        "PYTHONPATH": path, "COLUMNS": "100", "BOOK_RESULTS": str(ROOT / "results")
+    }  # fmt: skip
 
 
 def _text(output: bytes) -> str:

@@ -30,13 +30,13 @@ def page_files(text: str, root: Path = ROOT) -> set[Path]:
         ValueError: `run` 等的第一个参数不是字符串字面量，依赖无从得知。
     """
     found: set[Path] = set()
-    for tree in _cells(text):
+    for tree in page_cells(text):
         found |= set(_imports(tree, root / "book", root))
         found |= set(_named_in_calls(tree, root))
     return _closure(found, root)
 
 
-def _cells(text: str) -> Iterator[ast.Module]:
+def page_cells(text: str) -> Iterator[ast.Module]:
     """每个代码单元的语法树；IPython 的 % 和 ! 行不是 Python，略去。"""
     for match in CELL.finditer(text):
         body = OPTIONS.sub("", match["body"])

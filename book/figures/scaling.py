@@ -14,7 +14,7 @@ def compute_split() -> Figure:
     plans = [
         (0.9, 1.5, "小模型\n读很多数据", "学不动了：\n模型装不下", "plain"),
         (5.6, 3.0, "一起增长", "Chinchilla：\n每参数约 20 个 token", "weight"),
-        (10.9, 4.5, "大模型\n读很少数据", "没读够：\n大半参数在背书", "plain"),
+        (10.9, 4.5, "大模型\n读很少数据", "没读够：\n参数多过数据能教的", "plain"),
     ]
     for x, width, text, verdict, role in plans:
         height = area / width * 0.78

@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from figures.style import arrow, box, brace, canvas, note
+from figures.style import INK, arrow, box, brace, canvas, note
 
 
 def execution_order() -> Figure:
@@ -17,7 +17,7 @@ def execution_order() -> Figure:
         box(ax, 0.2 + 2.4 * i, 5.3, 2.0, 1.3, text, role=role, size=10)
         if i:
             arrow(ax, (2.4 * i - 0.2, 5.95), (0.2 + 2.4 * i, 5.95))
-    brace(ax, 0.2, 16.6, 5.05, "只做一次")
+    note(ax, 8.4, 6.95, "只做一次", align="center")
     steps = (
         ("设学习率", "plain"), ("评估\n存盘", "data"), ("k 个\nmicro-batch", "compute"),
         ("还原\n裁剪", "gradient"), ("更新", "weight"), ("清空\n梯度", "gradient"),
@@ -28,7 +28,9 @@ def execution_order() -> Figure:
             arrow(ax, (2.6 * i + 0.5, 2.55), (1.0 + 2.6 * i, 2.55))
     arrow(ax, (15.05, 1.85), (2.05, 1.85), bend=-0.1, role="plain")
     note(ax, 8.5, 0.75, "每一步", align="center")
-    arrow(ax, (15.6, 4.75), (2.05, 3.25), bend=0.1)
+    color = INK["plain"].line  # 从最后一格下来，折到循环的第一格
+    ax.plot([15.6, 15.6, 2.05], [5.3, 4.2, 4.2], color=color, lw=1.4)
+    arrow(ax, (2.05, 4.25), (2.05, 3.2))
     return fig
 
 
