@@ -1,5 +1,6 @@
 """书页 `tokens` 的论断：数据怎样来、为什么处处相同、坏了会怎样。"""
 
+import ast
 import base64
 import doctest
 import hashlib
@@ -8,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ import pytest
 import tiktoken.load
 import torch
 from torch.serialization import skip_data
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokens import (
     bpe_by_hand,
@@ -75,12 +76,24 @@ def test_ids_are_the_same_on_every_machine(tokens):
 
 @pytest.mark.slow
 def test_preparing_again_with_other_threads_gives_the_same_files(run_script, tokens, tmp_path):
-    """换线程数、重新准备一遍，词表和 tokens.pt 逐字节相同。"""
+    """换线程数、重新准备一遍，词表和 id 逐字节相同，已有的 meta 一项不差。"""
     env = {"RAYON_NUM_THREADS": "3", "TOKENIZERS_PARALLELISM": "true"}
     done = run_script("tokens/prepare.py", "--out", tmp_path, env=env)
     assert done.returncode == 0 and novel.IDS_SHA256 in done.stdout, done.stderr
-    for name in ("tokenizer.tiktoken", "tokens.pt"):
-        assert (tmp_path / name).read_bytes() == (ROOT / "tokens" / name).read_bytes(), name
+    name = "tokenizer.tiktoken"
+    assert (tmp_path / name).read_bytes() == (ROOT / "tokens" / name).read_bytes()
+    again = load_tokens(tmp_path)
+    assert torch.equal(again["train"], tokens["train"]) and torch.equal(again["val"], tokens["val"])
+    # 旧版本准备的 tokens.pt 少几项 meta，id 一样，所以照样能用
+    assert tokens["meta"].items() <= again["meta"].items()
+
+
+def test_preparing_twice_gives_the_same_file(corpus, tmp_path):
+    """同一份语料准备两遍，tokens.pt 逐字节相同：文件里没有时间、路径、进程号。"""
+    files = [(tmp_path / str(n) / "tokens.pt") for n in range(2)]
+    for path in files:
+        prepare_small(corpus, out=path.parent)
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_what_remains_of_the_text_is_clean():
@@ -202,27 +215,30 @@ def test_a_split_shorter_than_one_window_is_named():
         sample_batch(torch.zeros(37, dtype=torch.uint16), 4, 128)
 
 
-@pytest.mark.slow
-def test_sampling_costs_under_one_percent_of_a_step(tokens):
-    """抽一个 batch 的时间不到一步训练的 1 %。"""
-    from model import GPT, GPTConfig
+class Operations(TorchDispatchMode):
+    """记下 with 块里的每一个 torch 运算和它产生的元素个数。"""
 
-    model = GPT(GPTConfig())
-    x, y = sample_batch(tokens["train"], 16, 128)
+    def __init__(self):
+        super().__init__()
+        self.produced: list[tuple[str, int]] = []
 
-    def step() -> None:
-        model(x, y)[1].backward()
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.produced.append((str(function), result.numel()))
+        return result
 
-    def timed(function, repeats: int) -> float:
-        function()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            function()
-        return (time.perf_counter() - start) / repeats
 
-    sampling = timed(lambda: sample_batch(tokens["train"], 16, 128), 50)
-    ratio = sampling / timed(step, 2)
-    assert ratio < 0.01, f"抽样占一步的 {ratio:.2%}"
+def test_sampling_touches_only_what_it_returns():
+    """抽一个 batch 的运算次数与序列个数、数据长短都无关，产生的元素不超过 B·(T + 1) 的几倍。"""
+    counted = {}
+    for length, batch_size in ((1_000, 2), (1_000, 64), (4_000_000, 64)):
+        stream = torch.zeros(length, dtype=torch.uint16)
+        with Operations() as operations:
+            sample_batch(stream, batch_size, 128)
+        counted[length, batch_size] = len(operations.produced)
+        name, most = max(operations.produced, key=lambda item: item[1])
+        assert most <= batch_size * 129, f"{name} 产生 {most} 个元素"
+    assert len(set(counted.values())) == 1 and max(counted.values()) < 20, counted
 
 
 # ---- 整数类型、映射、坏文件 ----
@@ -253,6 +269,44 @@ def test_ids_are_checked_against_the_models_vocabulary(tiny_tokens):
     assert load_tokens(tiny_tokens, vocab_size=8192)["meta"]["vocab_size"] == 256
     with pytest.raises(UserError, match=r"id 255.*只有 100 个词条.*vocab_size 设为至少 256"):
         load_tokens(tiny_tokens, vocab_size=100)
+
+
+def test_the_largest_id_is_in_meta_so_nothing_is_scanned(corpus, tmp_path, monkeypatch):
+    """准备时把每份最大的 id 记进 meta：加载时一个 id 也不看，超出词表照样拒绝；旧文件才扫一遍。"""
+    meta = prepare_small(corpus, out=tmp_path / "out")
+    loaded = load_tokens(tmp_path / "out")
+    for name in ("train", "val"):
+        assert meta[f"{name}_largest_id"] == int(loaded[name].int().max()) > 255
+    scanned, scan = [], data.scan_ids
+    monkeypatch.setattr(data, "scan_ids", lambda *args: (scanned.append(args[1]), scan(*args))[1])
+    load_tokens(tmp_path / "out")
+    with pytest.raises(UserError, match=rf"train 里有 id {meta['train_largest_id']}"):
+        load_tokens(tmp_path / "out", vocab_size=256)
+    assert scanned == []
+    old = save(tmp_path / "old.pt", loaded["train"], vocab_size=meta["vocab_size"])
+    load_tokens(old)
+    assert scanned == ["train", "val"]
+
+
+def test_data_and_tokenizer_know_nothing_of_preparing():
+    """`tokens/` 里的引用没有圈：`data`、`tokenizer` 只读给定的文件；只有 `__init__` 会准备数据。"""
+    uses = {path.stem: imports_within_tokens(path) for path in (ROOT / "tokens").glob("*.py")}
+    assert [name for name, used in uses.items() if "prepare" in used] == ["__init__"], uses
+    del uses["__init__"]
+    while leaves := [name for name, used in uses.items() if not used & uses.keys()]:
+        for name in leaves:
+            del uses[name]
+    assert not uses, f"互相引用：{uses}"
+
+
+def imports_within_tokens(path: Path) -> set[str]:
+    """一个文件（连函数里面的 import 在内）引用了 `tokens` 的哪些模块。"""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tokens":
+            inside = node.module.removeprefix("tokens").lstrip(".")
+            found |= {inside} if inside else {alias.name for alias in node.names}
+    return found
 
 
 def test_the_file_is_mapped_not_read(tmp_path):
@@ -497,14 +551,14 @@ def test_one_process_prepares_while_the_others_wait(tokens, tmp_path):
     program = f"""
 import os
 from pathlib import Path
-from tokens import data, prepare
-data.DEFAULT = prepare.DEFAULT = Path({str(tmp_path)!r})
+from tokens import data, load_tokens, prepare
+data.DEFAULT = Path({str(tmp_path)!r})
 original = prepare._prepare
 prepare._prepare = lambda *args: (print("准备", flush=True), original(*args))
 children = []
 for _ in range(4):
     if (pid := os.fork()) == 0:
-        print(data.load_tokens()["meta"]["ids_sha256"], flush=True)
+        print(load_tokens()["meta"]["ids_sha256"], flush=True)
         os._exit(0)
     children.append(pid)
 print(*(os.waitpid(pid, 0)[1] for pid in children))

@@ -27,8 +27,8 @@ import torch
 from torch.serialization import skip_data
 from tqdm import tqdm
 
-from tokens import novel, texts
-from tokens.data import DEFAULT, id_dtype
+from tokens import data, novel, texts
+from tokens.data import id_dtype
 from tokens.errors import UserError
 from tokens.files import atomic_write, describe_write_error
 from tokens.tokenizer import dump_tiktoken, encoding, train_bpe
@@ -62,15 +62,15 @@ def main(options: Options) -> None:
 def prepare(options: Options) -> dict:
     """在锁的保护下准备数据，返回 `tokens.pt` 里的 meta。同时来的进程依次进行，互不破坏。"""
     check_options(options)
-    with preparing(folder := options.out or DEFAULT):
+    with preparing(folder := options.out or data.DEFAULT):
         return _prepare(options, folder)
 
 
 def prepare_once(is_ready: Callable[[], bool]) -> None:
     """默认位置的数据第一次被用到时：一个进程准备，其余的等它做完就用。"""
-    with preparing(DEFAULT):
+    with preparing(data.DEFAULT):
         if not is_ready():
-            _prepare(Options(), DEFAULT)
+            _prepare(Options(), data.DEFAULT)
 
 
 def check_options(options: Options) -> None:
@@ -224,6 +224,7 @@ def encode(options: Options, work: Path, ranks: dict[bytes, int]) -> dict:
         meta[f"{name}_tokens"] = int(counts[name].sum())
         meta[f"{name}_characters"] = characters
         meta[f"{name}_bytes"] = text.stat().st_size
+        meta[f"{name}_largest_id"] = int(counts[name].nonzero()[0].max())
     meta["text_sha256"], meta["ids_sha256"] = text_hash.hexdigest(), ids_hash.hexdigest()
     meta["unigram_entropy"] = unigram_entropy(counts["train"])
     meta["unigram_val_loss"] = unigram_loss(counts["train"], counts["val"])

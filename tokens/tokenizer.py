@@ -8,6 +8,7 @@ import base64
 import binascii
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import tiktoken
 
@@ -60,15 +61,11 @@ def dump_tiktoken(ranks: dict[bytes, int]) -> bytes:
     return b"".join(lines)
 
 
-def load_tokenizer(path: str | os.PathLike | None = None) -> tiktoken.Encoding:
-    """从 `tokenizer.tiktoken`（文件，或它所在的文件夹；默认内置语料的）建 `tiktoken.Encoding`。
+def read_tokenizer(path: Path) -> tiktoken.Encoding:
+    """从文件 `tokenizer.tiktoken` 建 `tiktoken.Encoding`；损坏时抛 `UserError`。
 
     不用 tiktoken 自己的读取函数：它按路径名缓存到系统临时目录，重新训练之后读到的还是旧词表。
-    文件不存在或损坏时抛 `UserError`；默认位置还没有时先准备。
     """
-    from tokens.data import resolve
-
-    path = resolve(path, "tokenizer.tiktoken")
     try:
         pairs = (line.split() for line in path.read_bytes().splitlines())
         ranks = {base64.b64decode(entry, validate=True): int(rank) for entry, rank in pairs}
