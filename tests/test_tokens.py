@@ -19,6 +19,7 @@ import torch
 from torch.serialization import skip_data
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tokens.tokenizer
 from tokens import (
     bpe_by_hand,
     data,
@@ -139,8 +140,9 @@ def test_bytes_become_characters_and_then_a_word(capsys):
     assert [int(left) for _, _, left in made] == [24, 21, 19, 17, 15], lines
 
 
-def test_bpe_by_hand_equals_the_library():
+def test_bpe_by_hand_equals_the_library(monkeypatch):
     """手写的三十行 BPE 与 tokenizers 库，在同一段文字上 100 次合并逐次相同。"""
+    monkeypatch.setattr(tokens.tokenizer, "LONGEST_PIECE", 10_000)  # 手写的不切段
     chapter = "".join(re.findall(r"[\u4e00-\u9fff]", novel.chapters()[0]))[:1200]  # 一整段，不切
     alphabet = [bytes([byte]) for _, byte in sorted(byte_symbols().items())]
     merges, _ = bpe_by_hand.train([alphabet.index(bytes([b])) for b in chapter.encode()], 100)
@@ -385,23 +387,229 @@ def test_every_file_gives_its_own_tail_to_validation(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", POEM.encode("gb18030"), r"a\.txt 不是 UTF-8 文本（约第 0 字节.*iconv"),
         ("a.txt", b"", r"a\.txt 里没有文字"),
         ("a.txt", b" \n\t\n", r"a\.txt 里没有文字"),
         ("a.txt", "只有一段".encode(), r"只有 14 字节.*分不出训练和验证"),
         ("a.doc", b"x", r"不认识 .*a\.doc 的格式：接受 \.txt"),
-        ("a.jsonl", b'{"text": ', r"第 1 行不是 UTF-8 编码的 JSON"),
-        ("a.jsonl", b'{"content": "x"}', r"第 1 行没有字符串字段 'text'（有：content）"),
+        ("a.jsonl", b'{"text": ', r"第 1 行不是 JSON（第 10 个字符起）"),
+        ("a.jsonl", b'{"content": "x"}', r"第 1 行没有字段 'text'（有：'content'）"),
+        ("a.jsonl", b'{"text": 12}', r"第 1 行的字段 'text' 是 int，不是字符串"),
+        ("a.jsonl", b'{"text": ["x"]}', r"第 1 行的字段 'text' 是 list，不是字符串"),
+        ("a.jsonl", b'["x"]', r"第 1 行是 JSON 的 list，不是对象"),
+        ("a.jsonl", b'{"text": null}\n' * 9, r"a\.jsonl 里没有文字"),
         ("a.parquet", b"PAR1", r"不是完好的 Parquet"),
     ],
 )
 def test_bad_input_is_named_in_one_sentence(name, content, message, tmp_path):
-    """非 UTF-8、空文件、只有一段、不认识的格式、坏 JSON、缺字段：一句话说清哪里不对、怎么办。"""
+    """空文件、只有一段、不认识的格式、坏 JSON、缺字段、不是字符串：一句话说清哪里不对、怎么办。"""
     (path := tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
         prepare_small(path, out=tmp_path / "out")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out" / "tokens.pt").exists()
+
+
+TRADITIONAL = "話說天下大勢，分久必合，合久必分。周末七國分爭，并入於秦。\n"
+JAPANESE = "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。\n"
+WHOLE = (POEM.replace("\n", " ") * 9).strip().encode()  # 665 字节，一行
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (POEM.encode("gb18030"), r"按 GB18030 读是“床前明月光，疑是地上霜。”；.*iconv -f GB18030"),
+        (TRADITIONAL.encode("big5"), r"按 BIG5-HKSCS 读是“話說天下大勢.*iconv -f BIG5-HKSCS"),
+        (TRADITIONAL.encode("gb18030"), r"按 GB18030 读是“話說天下大勢.*iconv -f GB18030"),
+        (JAPANESE.encode("cp932"), r"按 SHIFT_JIS 读是“吾輩は猫である"),
+        (JAPANESE.encode("euc_jp"), r"按 EUC-JP 读是“吾輩は猫である"),
+        ("Où est l'été ?\n".encode("cp1252"), r"按 WINDOWS-1252 读是“ù est"),
+        (POEM.encode("utf-16"), r"是 UTF-16 文本（开头是它的 BOM FF FE）.*iconv -f UTF-16 "),
+        (b"\xfe\xff" + POEM.encode("utf-16-be"), r"是 UTF-16 文本（开头是它的 BOM FE FF）"),
+        (POEM.encode("utf-32"), r"是 UTF-32 文本（开头是它的 BOM FF FE 00 00）"),
+        (POEM.encode("utf-32-be"), r"是 UTF-32BE 文本（没有 BOM，每四个字节里至少两个是 NUL）"),
+        (POEM.encode("utf-16-le"), r"按 UTF-16LE 读是“床前明月光.*iconv -f UTF-16LE"),
+        (b"only ASCII\n".decode().encode("utf-16-le"), r"是 UTF-16LE 文本（没有 BOM，NUL 总在"),
+        (b"only ASCII\n".decode().encode("utf-16-be"), r"是 UTF-16BE 文本（没有 BOM，NUL 总在"),
+        (WHOLE[:-1], r"末尾的一个字符只剩 2 个字节：文件被截断.*head -c 662 "),
+        (WHOLE[:400] + WHOLE[401:], r"第 \d+ 字节起有坏字节，其余是 UTF-8.*坏了 2 处.*iconv -c"),
+        (WHOLE + TRADITIONAL.encode("big5"), r"第 665 字节之前是 UTF-8，之后不是.*BIG5.*話說"),
+        (bytes(range(128, 256)) * 9, r"也不像任何一种常见的文字编码"),
+        (b"plain ascii, then \xe5\xba", r"不是 UTF-8 文本，或者末尾的一个字符被截断"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_what_is_not_utf8_is_named_for_what_it_is(content, message, suffix, tmp_path):
+    """UTF-16、UTF-32（有无 BOM）、GB18030、Big5、日文、西文、截断、坏字节、拼接：各说是什么。
+
+    拿不准时列出每种编码读出来的样子，让人自己看哪个读得通；命令里的路径加引号。
+    """
+    (path := tmp_path / f"我的 语料{suffix}").write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        list(texts.read_lines(path, "text"))
+    if "iconv" in str(error.value) or "head" in str(error.value):
+        assert f"'{path}' > '{tmp_path}/我的 语料.utf8{suffix}'" in str(error.value)
+
+
+def test_a_cut_far_into_a_file_is_named_with_its_place(tmp_path, monkeypatch):
+    """坏在第几块、块的边界落在字符中间、开头有 BOM：报出的字节位置都对。"""
+    text = b"\xef\xbb\xbf" + POEM.encode() * 30
+    for block in (7, 64, 1 << 20):
+        monkeypatch.setattr(texts, "BLOCK", block)
+        for cut, name in ((1000, "middle"), (len(text) - 2, "end")):
+            position = max(i for i in range(cut) if text[i] & 0xC0 != 0x80)
+            rest = b"" if name == "end" else text[position + 3 :]
+            (path := tmp_path / f"{name}.txt").write_bytes(text[:cut] + rest)
+            with pytest.raises(UserError) as error:
+                list(texts.read_lines(path, "text"))
+            assert re.search(rf"第 {position} 字节起|head -c {position} ", str(error.value)), error
+
+
+@pytest.mark.parametrize(
+    ("raw", "text", "replaced"),
+    [
+        (rb'"a\ud83d"', "a\ufffd", 1),
+        (rb'"\ude00\ud83d b"', "\ufffd\ufffd b", 2),
+        (rb'"\ud83d\ude00"', "😀", 0),
+        (b'"\xed\xa0\xbd\xed\xb8\x80"', "😀", 0),  # CESU-8：代理项各编成三个字节
+        (b'"\xed\xa0\xbd."', "\ufffd.", 1),
+        ('"\ufffd"'.encode(), "\ufffd", 0),
+    ],
+)
+def test_lone_surrogates_become_the_replacement_character(raw, text, replaced, tmp_path):
+    """JSON 里孤立的代理项换成 U+FFFD，数出来并说第一个在哪里；成对的合成原来的字符。"""
+    lines = [json.dumps({"text": f"第{n}行"}).encode() for n in range(9)]
+    lines[4] = b'{"text": ' + raw + b"}"
+    (path := tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    repairs = texts.Repairs()
+    read = list(texts.read_lines(path, "text", repairs))
+    assert read[8] == text and repairs.surrogates == replaced
+    assert repairs.first_surrogate == ("第 5 行" if replaced else "")
+    meta = prepare_small(path, out=tmp_path / "out", val_fraction=0.3)
+    assert meta["replaced_surrogates"] == replaced
+
+
+def test_a_parquet_column_is_checked_by_its_type(tmp_path, capsys):
+    """整数、列表、二进制的列说出类型；各种字符串类型、字典编码读法一样；坏的 UTF-8 说第几条。"""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    def written(column) -> Path:
+        pyarrow.parquet.write_table(pa.table({"text": column, "id": [0] * len(column)}), path)
+        return path
+
+    path = tmp_path / "a.parquet"
+    for column, kind in (
+        (pa.array([1, 2]), "int64"), (pa.array([1.5]), "double"), (pa.array([b"x"]), "binary"),
+        (pa.array([["x"]]), r"list<element: string>"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=rf"列 'text' 是 {kind}，不是字符串（有：text "):
+            prepare_small(written(column), out=tmp_path / "out")
+    values = ["甲\u2028乙", None, "丙"]
+    for column in (
+        pa.array(values), pa.array(values, pa.large_string()), pa.array(values, pa.string_view()),
+        pa.array(values).dictionary_encode(),
+    ):  # fmt: skip
+        assert list(texts.read_lines(written(column), "text")) == ["甲 乙", "", "丙", ""]
+    broken = pa.array([b"good", b"\xff bad"]).view(pa.string())
+    with pytest.raises(UserError, match=r"第 2 条记录的正文不是 UTF-8（第 0 字节起）"):
+        list(texts.read_lines(written(broken), "text"))
+    surrogate = pa.array([b"a", "\ud83d".encode("utf-8", "surrogatepass")])
+    repairs = texts.Repairs()
+    assert "\ufffd" in list(texts.read_lines(written(surrogate.view(pa.string())), "text", repairs))
+    assert str(repairs) == "1 个孤立的代理项换成了 U+FFFD（第一个在第 2 条记录）"
+    with pytest.raises(UserError, match="里没有文字"):
+        prepare_small(written(pa.nulls(3)), out=tmp_path / "out")
+    assert "略过 3 条正文为空值的记录" in capsys.readouterr().err
+
+
+def test_nulls_are_skipped_alike_and_unicode_line_ends_stay_inside(tmp_path, capsys):
+    """空值在 jsonl 与 parquet 里一样略过并数出来；U+2028、U+0085、CR 不把一条记录断成两条。"""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    values = [f"第{n}条\u2028还是\x85同一\x1c行\r\n第二行\r第三行" for n in range(20)]
+    values[3] = values[7] = None
+    paths = (tmp_path / "a.jsonl", tmp_path / "a.parquet")
+    lines = (json.dumps({"text": value}, ensure_ascii=False) for value in values)
+    paths[0].write_text("\n".join(lines), encoding="utf-8")
+    pyarrow.parquet.write_table(pa.table({"text": values}), paths[1])
+    metas = [prepare_small(path, out=tmp_path / path.suffix[1:]) for path in paths]
+    assert metas[0]["ids_sha256"] == metas[1]["ids_sha256"]
+    assert [meta["skipped_nulls"] for meta in metas] == [2, 2]
+    assert capsys.readouterr().err.count("略过 2 条正文为空值的记录") == 2
+    for path in paths:
+        read = list(texts.read_lines(path, "text"))
+        assert read[:4] == ["第0条 还是 同一 行", "第二行", "第三行", ""] and len(read) == 18 * 4
+
+
+@pytest.mark.parametrize("lengths", [[1] * 12, [40] * 3, [1, 1, 1, 30], [30, 1, 1], [5, 40]])
+@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5, 0.9])
+def test_the_split_falls_between_records(lengths, fraction, tmp_path):
+    """任何一条记录都整条在训练或整条在验证，次序不变；两边都有，切点是离目标最近的边界。"""
+    documents = [
+        "\n".join(f"{n}之{line}：{POEM[:5]}" for line in range(length))
+        for n, length in enumerate(lengths)
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": d}) for d in documents), encoding="utf-8")
+    prepare_small(path, out=tmp_path / "out", val_fraction=fraction)
+    loaded, tokenizer = load_tokens(tmp_path / "out"), load_tokenizer(tmp_path / "out")
+    train, val = (tokenizer.decode(loaded[s].tolist()).split("\n\n") for s in ("train", "val"))
+    assert [d.strip() for d in train + val if d.strip()] == documents
+    sizes = np.cumsum([len(d.encode()) + 2 for d in documents])
+    target = sizes[-1] * (1 - fraction)
+    nearest = min(range(1, len(documents)), key=lambda n: abs(sizes[n - 1] - target))
+    assert len([d for d in train if d.strip()]) == nearest, (sizes, target)
+
+
+@pytest.mark.parametrize("run", ["啊", "！", "🚀", "7", "\u0301", "a", " 、"])
+def test_one_enormous_run_is_cut_before_training(run):
+    """没有断点的一长串，训练时切成至多 64 个字符的段，一个字符不丢：代价与长度成正比。"""
+    text = run * 100_000
+    pieces = tokens.tokenizer.training_pieces().pre_tokenize_str(text)
+    longest = max(end - begin for _, (begin, end) in pieces)
+    assert longest <= tokens.tokenizer.LONGEST_PIECE == 64, longest
+    symbols = byte_symbols()
+    spelled = bytes(symbols[symbol] for piece, _ in pieces for symbol in piece)
+    assert spelled == text.encode()
+
+
+def test_text_without_punctuation_trains_and_says_so(tmp_path, capsys):
+    """一行 10 万个字、没有标点，照样训练、编码、解回原文；开始训练时说一声样本有多大。"""
+    prose = "".join(re.findall(r"[\u4e00-\u9fff]", "".join(novel.chapters()[:25])))[:100_000]
+    (path := tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps({"text": text}) for text in (prose, "啊" * 100_000, prose[:5000]))
+    )
+    prepare_small(path, out=tmp_path / "out")
+    assert "训练分词器：0.6" in capsys.readouterr().err
+    loaded, tokenizer = load_tokens(tmp_path / "out"), load_tokenizer(tmp_path / "out")
+    assert tokenizer.decode(loaded["train"].tolist()) == f"{prose}\n\n{'啊' * 100_000}\n\n"
+
+
+def test_a_line_of_any_format_is_cut_at_the_same_places(tmp_path, monkeypatch):
+    """超长的一行在 txt 与 jsonl 里断在同样的地方，与读文件时的块大小无关。"""
+    monkeypatch.setattr(texts, "LONGEST_LINE", 100)
+    text = "".join(chr(0x4E00 + n) for n in range(1234)) + "\n短行"
+    (path := tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    (jsonl := tmp_path / "a.jsonl").write_text(json.dumps({"text": text}), encoding="utf-8")
+    expected = list(texts.read_lines(jsonl, "text"))
+    assert list(map(len, expected)) == [100] * 12 + [34, 2, 0]
+    for block in (50, 333, 1 << 20):
+        monkeypatch.setattr(texts, "BLOCK", block)
+        assert list(texts.read_lines(path, "text")) == expected, block
+
+
+def test_a_tilde_means_the_home_folder(corpus, tmp_path, monkeypatch):
+    """`--text ~/…`、`--out ~/…`、load_tokens("~/…")：都是家目录，不造出名叫 ~ 的文件夹。"""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    meta = prepare_small(Path("~/poem.txt"), out=Path("~/out"))
+    assert load_tokens("~/out")["meta"] == load_tokens(tmp_path / "out")["meta"] == meta
+    assert load_tokenizer("~/out/tokenizer.tiktoken").n_vocab == 300
+    assert not (tmp_path / "~").exists()
+    with pytest.raises(UserError, match="~nobody-here 不是这台机器上的用户"):
+        load_tokens("~nobody-here/data")
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import tiktoken
 
 from tokens import data, novel
 from tokens.errors import UserError
+from tokens.files import expanded
 from tokens.tokenizer import read_tokenizer
 from tokens.windows import Batch, global_batch, held_out_batches, sample_batch, windows
 
@@ -45,7 +46,7 @@ def load_tokenizer(path: str | os.PathLike | None = None) -> tiktoken.Encoding:
 
 def _find(path: str | os.PathLike | None, name: str) -> Path:
     """文件或文件夹 → 存在的文件；默认位置还没有时先准备，别处没有就抛 `UserError`。"""
-    path = data.DEFAULT if path is None else Path(path).expanduser().resolve()
+    path = data.DEFAULT if path is None else expanded(path).resolve()
     path = path / name if path.is_dir() else path
     if path.exists():
         return path

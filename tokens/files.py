@@ -27,6 +27,20 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def expanded(path: str | os.PathLike) -> Path:
+    """开头的 `~` 换成家目录：`--out=~/数据` 里的 `~` 不在词首，shell 不会替我们换。
+
+    `~某人` 而没有这个用户时抛 `UserError`。
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"{path} 里的 {Path(path).parts[0]} 不是这台机器上的用户：请写出完整的路径，"
+            f"或在前面加 ./ 表示就叫这个名字。"
+        ) from error
+
+
 @contextmanager
 def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     """给出同一文件夹里的临时路径；with 块正常结束才 fsync 并改名为 `path`，否则删掉临时文件。

@@ -9,8 +9,10 @@
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
+import mmap
 import shutil
 import struct
 import sys
@@ -30,7 +32,7 @@ from tqdm import tqdm
 from tokens import data, novel, texts
 from tokens.data import id_dtype
 from tokens.errors import UserError
-from tokens.files import atomic_write, describe_write_error
+from tokens.files import atomic_write, describe_write_error, expanded
 from tokens.tokenizer import dump_tiktoken, encoding, train_bpe
 
 BLOCK = 1 << 19  # 每块约 512 KiB 文本，在段落之间切开
@@ -61,6 +63,11 @@ def main(options: Options) -> None:
 
 def prepare(options: Options) -> dict:
     """在锁的保护下准备数据，返回 `tokens.pt` 里的 meta。同时来的进程依次进行，互不破坏。"""
+    options = dataclasses.replace(
+        options,
+        text=tuple(map(expanded, options.text)),
+        out=options.out and expanded(options.out),
+    )
     check_options(options)
     with preparing(folder := options.out or data.DEFAULT):
         return _prepare(options, folder)
@@ -118,12 +125,14 @@ def _prepare(options: Options, folder: Path) -> dict:
     shutil.rmtree(work, ignore_errors=True)  # 上一次被杀时留下的
     work.mkdir()
     try:
-        write_texts(options, work)
+        repairs = write_texts(options, work)
+        megabytes = min(options.sample_mb, (work / "train.txt").stat().st_size / 1e6)
+        print(f"训练分词器：{megabytes:.2f} MB 样本……", file=sys.stderr)
         ranks = train_bpe(sample(work / "train.txt", options.sample_mb), options.vocab_size)
         if len(ranks) < options.vocab_size:
             wanted = options.vocab_size
             print(f"文本太少：只合并出 {len(ranks)} 个词条（想要 {wanted}）。", file=sys.stderr)
-        meta = encode(options, work, ranks)
+        meta = encode(options, work, ranks) | repairs
         (work / "tokenizer.tiktoken").write_bytes(dump_tiktoken(ranks))
         meta["tokenizer_sha256"] = file_sha256(work / "tokenizer.tiktoken")
         check_standard(options, meta)
@@ -137,18 +146,27 @@ def _prepare(options: Options, folder: Path) -> dict:
     return meta
 
 
-def write_texts(options: Options, work: Path) -> None:
-    """规范化的文本写成 `train.txt` 和 `val.txt`（UTF-8），不把全文放进内存。"""
+def write_texts(options: Options, work: Path) -> dict:
+    """规范化的文本写成 `train.txt` 和 `val.txt`（UTF-8），不把全文放进内存。
+
+    返回 meta 里的两项：换成 U+FFFD 的代理项和略过的空值各几个；有的话也在 stderr 上说一句。
+    """
+    totals = {"replaced_surrogates": 0, "skipped_nulls": 0}
     with (work / "train.txt").open("w+b") as train, (work / "val.txt").open("w+b") as val:
         if not options.text:
             chapters = novel.chapters()
             write_lines(chapter_lines(chapters[: novel.TRAIN_CHAPTERS]), train)
             write_lines(chapter_lines(chapters[novel.TRAIN_CHAPTERS :]), val)
-            return
+            return totals
         for path in tqdm(options.text, desc="读文本", unit="个文件"):
-            begin = train.tell()
-            write_lines(texts.read_lines(path, options.text_key), train)
+            begin, repairs = train.tell(), texts.Repairs()
+            write_lines(texts.read_lines(path, options.text_key, repairs), train)
+            if said := str(repairs):
+                tqdm.write(f"{path}：{said}。", file=sys.stderr)
+            totals["replaced_surrogates"] += repairs.surrogates
+            totals["skipped_nulls"] += repairs.nulls
             move_tail(train, val, begin, options.val_fraction, path)
+    return totals
 
 
 def chapter_lines(chapters: Iterable[str]) -> Iterator[str]:
@@ -168,14 +186,15 @@ def write_lines(lines: Iterable[str], file) -> None:
 
 
 def move_tail(train, val, begin: int, fraction: float, path: Path) -> None:
-    """把 `train` 从 `begin` 起的最后一份（约 `fraction`，在段落之间切）移到 `val`。"""
+    """把 `train` 从 `begin` 起的最后一份（约 `fraction`）移到 `val`。
+
+    在两篇文档之间切：一条记录不会一半训练、一半验证；整个文件只有一篇时才在段落之间切。
+    """
     end = train.tell()
-    train.seek(begin + int((end - begin) * (1 - fraction)))
-    train.readline()
-    cut = train.tell()
     if end == begin:
         raise UserError(f"{path} 里没有文字：请检查文件内容（以及 --text-key）。")
-    if cut in (begin, end) or not train.read(2).strip():
+    cut = find_cut(train, begin, end, fraction)
+    if cut is None:
         raise UserError(
             f"{path} 只有 {end - begin} 字节，按 --val-fraction {fraction} 在段落之间分不出"
             "训练和验证两份：请给更多文本（分成多个段落），或改这个比例。"
@@ -184,6 +203,20 @@ def move_tail(train, val, begin: int, fraction: float, path: Path) -> None:
     shutil.copyfileobj(train, val)
     train.seek(cut)
     train.truncate()
+
+
+def find_cut(file, begin: int, end: int, fraction: float) -> int | None:
+    """`begin` 与 `end` 之间离目标最近的一篇的开头；只有一篇就是下一段的开头；没有就是 None。"""
+    target = begin + int((end - begin) * (1 - fraction))
+    file.flush()
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        # 各篇之后有一个空行，篇内没有空行
+        found = (text.rfind(b"\n\n", begin, target), text.find(b"\n\n", target - 1, end))
+        starts = [at + 2 for at in found if at >= 0 and at + 2 < end]
+        if starts:
+            return min(starts, key=lambda start: abs(start - target))
+        at = text.find(b"\n", target, end)
+        return at + 1 if at >= 0 and text[at + 1 : end].strip() else None
 
 
 def blocks(path: Path) -> Iterator[bytes]:

@@ -18,6 +18,10 @@ from tokens.errors import UserError
 # 连续的标点带上其后的换行。改自 GPT-4 的 cl100k 模式，去掉了英语的缩写。
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
 
+# 训练时，没有断点的一长串（一行 10 万个“啊”、不加标点的文章）再切成这么多个字符一段：
+# 合并一次的代价与段长成正比，不切就是长度的平方。《三国演义》里最长的一段是 24 个字符。
+LONGEST_PIECE = 64
+
 
 def byte_symbols() -> dict[str, int]:
     """HF 字节级 BPE 用来代表 256 个字节的可见字符 → 字节（GPT-2 的约定）。"""
@@ -32,18 +36,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
 
     结果与线程数无关：次数相同的候选按 id 决出先后。
     """
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, models, trainers
 
     # 库的线程池省不了几秒，却会在之后 fork 时告警；使用者自己设了就听他的。
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     symbols = byte_symbols()
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = training_pieces()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=sorted(symbols), show_progress=False
     )
@@ -53,6 +52,22 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
         for entry, rank in tokenizer.get_vocab().items()
     }
     return dict(sorted(ranks.items(), key=lambda item: item[1]))
+
+
+def training_pieces():
+    """训练用的切法：按 `PATTERN` 切段，超长的段再切短，最后把字节换成可见字符。
+
+    只在训练时切短：编码时 tiktoken 自己就对付得了长段，切法不变，已有的 id 也就不变。
+    """
+    from tokenizers import Regex, pre_tokenizers
+
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+            pre_tokenizers.Split(Regex(f"(?m).{{1,{LONGEST_PIECE}}}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
 
 
 def dump_tiktoken(ranks: dict[bytes, int]) -> bytes:
