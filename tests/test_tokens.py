@@ -4,11 +4,14 @@ import ast
 import base64
 import doctest
 import hashlib
+import io
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokens.tokenizer
 from tokens import (
+    bits_per_byte,
     bpe_by_hand,
     data,
     load_tokenizer,
     load_tokens,
+    mixture,
     novel,
+    part_of,
+    poetry,
     prepare,
     sample_batch,
     texts,
@@ -169,7 +176,7 @@ def test_encoding_in_blocks_equals_encoding_at_once(tmp_path, monkeypatch):
     """在段落之间切块编码，与整篇一次编码，id 逐个相同。"""
     path = tmp_path / "text.txt"
     with path.open("wb") as file:
-        prepare.write_lines(prepare.chapter_lines(novel.chapters()[:3]), file)
+        prepare.write_lines(prepare.document_lines(novel.chapters()[:3]), file)
     tokenizer = load_tokenizer()
     monkeypatch.setattr(prepare, "BLOCK", 100)
     blocks = [block.decode() for block in prepare.blocks(path)]
@@ -485,7 +492,7 @@ def test_lone_surrogates_become_the_replacement_character(raw, text, replaced, t
     assert read[8] == text and repairs.surrogates == replaced
     assert repairs.first_surrogate == ("第 5 行" if replaced else "")
     meta = prepare_small(path, out=tmp_path / "out", val_fraction=0.3)
-    assert meta["replaced_surrogates"] == replaced
+    assert meta["parts"]["text"]["replaced_surrogates"] == replaced
 
 
 def test_a_parquet_column_is_checked_by_its_type(tmp_path, capsys):
@@ -535,7 +542,7 @@ def test_nulls_are_skipped_alike_and_unicode_line_ends_stay_inside(tmp_path, cap
     pyarrow.parquet.write_table(pa.table({"text": values}), paths[1])
     metas = [prepare_small(path, out=tmp_path / path.suffix[1:]) for path in paths]
     assert metas[0]["ids_sha256"] == metas[1]["ids_sha256"]
-    assert [meta["skipped_nulls"] for meta in metas] == [2, 2]
+    assert [meta["parts"]["text"]["skipped_nulls"] for meta in metas] == [2, 2]
     assert capsys.readouterr().err.count("略过 2 条正文为空值的记录") == 2
     for path in paths:
         read = list(texts.read_lines(path, "text"))
@@ -634,6 +641,220 @@ for path in map(Path, sys.argv[1:]):
     unit = 1e6 if sys.platform == "darwin" else 1e3
     small, large = (int(line) / unit for line in done.stdout.split())  # MB
     assert large - small < 15, f"峰值 {small:.0f} → {large:.0f} MB"
+
+
+# ---- 更多的语料：诗词与混合 ----
+
+SONGS = [
+    f"{first}水流雲在山{last}，花落鳥啼春又{last}。"
+    for last in "甲乙丙丁戊己庚辛壬癸"
+    for first in "天地玄黃"
+]
+
+
+@pytest.fixture
+def tgz(tmp_path, monkeypatch) -> Path:
+    """一个小的 chinese-poetry 包：四十首好的，几首坏的和重复的，还有无关的文件。"""
+    odd = [
+        ["短句"],  # 残句
+        ["□□□□白日依山盡", "□□□□"],  # 缺字超过四分之一
+        ["白日依山盡，黃河入海けら。"],  # 乱码
+        ["白日依山盡（未完，黃河入海流。"],  # 括号没配上对
+        [SONGS[0].replace("，", "。")],  # 只有标点不同：重复
+        # 校注剥去，拼写的字换成 □
+        ["白日{炙火=肉}山盡（一作「依（去聲）」），", "〖1〗黃河入海流。", "（同前。", "）"],
+    ]
+    files = {
+        "quantangshi/poet.tang.0.json": [{"paragraphs": [song]} for song in SONGS[:20]],
+        "quantangshi/poet.song.1000.json": [{"paragraphs": [song]} for song in SONGS[20:]],
+        "songci/ci.song.2019y.json": [{"paragraphs": song, "rhythmic": "調"} for song in odd],
+        "quantangshi/authors.tang.json": [{"desc": "不是诗"}],
+        "quantangshi/error/poet.tang.0.json": [{"paragraphs": ["勘誤裏的不要，勘誤裏的不要。"]}],
+    }
+    path = tmp_path / "small.tgz"
+    with tarfile.open(path, "w:gz") as archive:
+        for name, records in files.items():
+            content = json.dumps(records, ensure_ascii=False).encode()
+            info = tarfile.TarInfo(f"package/dist/{name}")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    monkeypatch.setattr(poetry, "TGZ_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(poetry, "VALIDATION", 4)
+    return path
+
+
+def test_poems_are_cleaned_counted_and_deduplicated(tgz):
+    """残句、缺字、乱码、剥不净的丢掉，标点不同的算重复，校注剥去，拼写的字换成 □。"""
+    found = poetry.poems(tgz, traditional=True)
+    assert (found.read, found.broken, found.duplicates) == (46, 4, 1)
+    assert set(found.train + found.val) == {*SONGS, "白日□山盡，\n黃河入海流。"}
+    assert len(found.train) + len(found.val) == 41 and len(found.val) > 3
+
+
+def test_the_validation_poems_are_fixed(tgz, monkeypatch):
+    """哪些诗作验证只看第一句：与文件的先后、后面的句子、简繁都无关；次序像洗过牌，但每次一样。"""
+    found = poetry.poems(tgz, traditional=True)
+    monkeypatch.setattr(poetry, "_paragraphs", lambda _: ([song] for song in reversed(SONGS)))
+    again = poetry.poems(tgz, traditional=True)
+    known = set(SONGS)
+    assert [p for p in found.val if p in known] == again.val
+    assert [p for p in found.train if p in known] == again.train != sorted(again.train)
+    changed = [song.replace("花落", "葉落") for song in SONGS]
+    monkeypatch.setattr(poetry, "_paragraphs", lambda _: ([song] for song in changed))
+    firsts = {poetry.opening(poem) for poem in again.val}
+    assert {poetry.opening(poem) for poem in poetry.poems(tgz, traditional=True).val} == firsts
+    monkeypatch.setattr(poetry, "simplifier", lambda: lambda poems: (f"简{p}" for p in poems))
+    assert {poetry.opening(poem[1:]) for poem in poetry.poems(tgz).val} == firsts
+
+
+def test_opencc_makes_the_script_simplified(tgz):
+    """装了 opencc 就转成简体：一首对一首，次序不乱；逐首转换与成批转换相同。"""
+    opencc = pytest.importorskip("opencc", reason="没有装可选的 opencc")
+    converted = list(poetry.simplifier()(SONGS * 60))  # 超过一批
+    assert converted == [opencc.OpenCC("t2s").convert(song) for song in SONGS] * 60
+    assert converted[0] == "天水流云在山甲，花落鸟啼春又甲。"
+
+
+@pytest.fixture
+def small_novel(monkeypatch) -> list[str]:
+    """一百二十回的小说，每回几句。"""
+    chapters = [f"第{n}回\n\n" + f"却说第{n}回之事，且看下文分解。\n" * 3 for n in range(120)]
+    monkeypatch.setattr(novel, "chapters", lambda: chapters)
+    return chapters
+
+
+def test_a_mixture_has_the_asked_proportions_and_all_validation(tgz, small_novel, tmp_path):
+    """训练文本的字节之比就是要的比例（差不到一篇），最紧的语料全用上；验证部分一字不差、不随比例变。"""
+    validation = {}
+    for number, (mix, tight) in enumerate(
+        ((("sanguo=1", "poetry=3"), "poetry"), (("poetry=1", "sanguo=20"), "sanguo"))
+    ):
+        out = tmp_path / str(number)
+        options = prepare.Options(
+            mix=mix, poetry_tgz=tgz, traditional=True, out=out, vocab_size=300
+        )
+        meta = prepare.prepare(options)
+        parts, wanted = meta["parts"], mixture.weights(mix)
+        assert meta["corpus"] == "、".join(mix) and list(parts) == list(wanted)
+        ratio = parts["poetry"]["train_bytes"] / parts["sanguo"]["train_bytes"]
+        asked = wanted["poetry"] / wanted["sanguo"]
+        assert abs(ratio - asked) * parts["sanguo"]["train_bytes"] < 150 * max(1, asked), ratio
+        everything = {"sanguo": 108, "poetry": 41 - parts["poetry"]["val_documents"]}
+        assert parts[tight]["train_documents"] == everything[tight], parts
+        loaded, tokenizer = load_tokens(out), load_tokenizer(out)
+        for corpus in parts:
+            for split in ("train", "val"):
+                ids = part_of(loaded, split, corpus)
+                text = tokenizer.decode(ids.tolist())
+                assert len(ids) == parts[corpus][f"{split}_tokens"]
+                assert len(text.encode()) == parts[corpus][f"{split}_bytes"]
+                documents = [d for d in text.split("\n\n") if d.strip()]
+                assert len(documents) == len(set(documents)) == parts[corpus][f"{split}_documents"]
+                assert ("第" in text) == (corpus == "sanguo")
+                if split == "val":
+                    assert validation.setdefault(corpus, text) == text
+        for unit in ("tokens", "bytes", "characters"):
+            assert meta[f"val_{unit}"] == sum(part[f"val_{unit}"] for part in parts.values())
+        assert len(loaded["val"]) == meta["val_tokens"]
+
+
+def test_the_command_prints_what_was_kept(tgz, small_novel, tmp_path, capsys):
+    """打印读到、丢掉、重复、可用各几篇，和每个语料自己的字数、字节数、token 数。"""
+    prepare.main(
+        prepare.Options(
+            mix=("sanguo=1", "poetry=1"), poetry_tgz=tgz, traditional=True,
+            out=tmp_path / "out", vocab_size=300,
+        )  # fmt: skip
+    )
+    out = capsys.readouterr().out
+    assert "poetry：读到 46 篇，丢掉残缺的 4、重复的 1，可用 41；" in out
+    labels = [line[:13].strip() for line in out.splitlines()]
+    assert [x for x in labels if x.startswith(("train", "val"))] == [
+        "train", "train sanguo", "train poetry", "val", "val sanguo", "val poetry",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mix": ("sanguo",)}, r"'sanguo' 不对：每一项是 语料=比例"),
+        ({"mix": ("sanguo=x",)}, r"'sanguo=x' 不对"),
+        ({"mix": ("sanguo=nan",)}, r"'sanguo=nan' 不对"),
+        ({"mix": ("sanguo=0",)}, r"'sanguo=0' 不对.*比例大于 0"),
+        ({"mix": ("hongloumeng=1",)}, r"语料是 sanguo、poetry 之一"),
+        ({"mix": ("sanguo=1", "sanguo=2")}, r"'sanguo=2' 不对.*各写一次"),
+        ({"mix": ("sanguo=1",), "text": (Path("a.txt"),)}, r"--text 是自己的语料.*去掉其中一个"),
+        ({"corpus": "poetry", "out": None}, r"换了 --corpus 或 --mix，还要用 --out"),
+        ({"mix": ("sanguo=2",), "out": None}, r"换了 --corpus 或 --mix，还要用 --out"),
+        ({"corpus": "poetry", "poetry_tgz": Path("nowhere.tgz")}, r"找不到 nowhere\.tgz"),
+        ({"mix": ("sanguo=1", "poetry=1e-9")}, r"poetry 只分到 0 字节，一篇也放不下"),
+    ],
+)
+def test_a_wrong_mixture_is_named_in_one_sentence(options, message, tgz, small_novel, tmp_path):
+    """比例写错、语料不认识、与 --text 同时给、没有 --out、包不存在：一句话，什么也不留下。"""
+    given = {"out": tmp_path / "out", "poetry_tgz": tgz, "traditional": True} | options
+    with pytest.raises(UserError, match=message) as error:
+        prepare.prepare(prepare.Options(**given))
+    assert "\n" not in str(error.value) and not (tmp_path / "out" / "tokens.pt").exists()
+
+
+def test_no_node_no_network_no_opencc_and_a_wrong_package(tgz, tmp_path, monkeypatch):
+    """没有 npm、下载失败、没有 opencc、包不对：各一句话，并且说出别的办法。"""
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(poetry.shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match=r"没有：请先安装 Node\.js.*或者自己下载.*--poetry-tgz"):
+        poetry.poems(traditional=True, cache=cache)
+    monkeypatch.setattr(poetry.shutil, "which", lambda name: name)
+    failed = subprocess.CompletedProcess([], 1, "", "\nnpm error network offline\nnpm error log")
+    monkeypatch.setattr(poetry.subprocess, "run", lambda *args, **options: failed)
+    with pytest.raises(UserError, match=r"npm 没能下载 .*（npm error network offline）.*检查网络"):
+        poetry.poems(traditional=True, cache=cache)
+    monkeypatch.setitem(sys.modules, "opencc", None)
+    with pytest.raises(UserError, match=r"pip install opencc==.*--traditional"):
+        poetry.poems(tgz)
+    tgz.write_bytes(tgz.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"small\.tgz 的 sha256 是 .*它不是 chinese-poetry@2.0.1"):
+        poetry.poems(tgz, traditional=True)
+    assert not cache.exists()
+
+
+def test_npm_brings_the_package_once(tgz, tmp_path, monkeypatch):
+    """npm pack 下载到缓存、核对哈希；第二次不再下载。"""
+    commands = []
+
+    def pack(command, **options):
+        commands.append(command)
+        folder = Path(command[command.index("--pack-destination") + 1])
+        (folder / poetry.TGZ).write_bytes(tgz.read_bytes())
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(poetry.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(poetry.subprocess, "run", pack)
+    cache = tmp_path / "cache"
+    first, second = (poetry.poems(traditional=True, cache=cache) for _ in range(2))
+    assert first == second and len(commands) == 1
+    assert commands[0][:2] == ["/bin/npm", "pack"] and commands[0][-1] == "chinese-poetry@2.0.1"
+
+
+def test_bits_per_byte_by_hand(tokens, tmp_path):
+    """每字节的损失等于手算的；一字节一个 token、256 个词条乱猜恰是 8 bit；各语料用自己的数。"""
+    meta = {"val_tokens": 30, "val_bytes": 60, "train_tokens": 1, "train_bytes": 4}
+    # 2 nat = 2 ÷ 0.693147 = 2.885390 bit；每个 token 两个字节，每字节 1.442695 bit
+    assert bits_per_byte(2.0, meta) == pytest.approx(1.442695, abs=1e-6)
+    assert bits_per_byte(math.log(16), meta, "train") == pytest.approx(1.0)
+    assert bits_per_byte(math.log(256), {"val_tokens": 9, "val_bytes": 9}) == pytest.approx(8.0)
+    meta["parts"] = {"poetry": {"val_tokens": 10, "val_bytes": 50}}
+    assert bits_per_byte(math.log(2), meta, corpus="poetry") == pytest.approx(0.2)
+    with pytest.raises(UserError, match=r"没有语料 'sanguo'（有：poetry）"):
+        bits_per_byte(1.0, meta, corpus="sanguo")
+    with pytest.raises(UserError, match=r"没有语料 'poetry'"):
+        part_of({"meta": {}, "val": None}, "val", "poetry")
+    with pytest.raises(UserError, match="没有 val_bytes"):
+        bits_per_byte(1.0, {"val_tokens": 3})
+    # 内置语料：乱猜 9.01 nat/token 是每字节 3.08 bit，只看词频是 2.75 bit
+    assert bits_per_byte(math.log(8192), tokens["meta"]) == pytest.approx(3.083, abs=1e-3)
+    unigram = bits_per_byte(tokens["meta"]["unigram_val_loss"], tokens["meta"])
+    assert unigram == pytest.approx(2.755, abs=2e-3)
 
 
 # ---- 网络、磁盘、中断、并发 ----
@@ -802,7 +1023,7 @@ def test_the_sample_for_the_tokenizer_is_bounded_and_spread(tmp_path, monkeypatc
     path.write_text("".join(f"第{n:06}行文字\n" for n in range(4000)), encoding="utf-8")
     monkeypatch.setattr(prepare, "BLOCK", 500)
     megabytes = path.stat().st_size / 4e6
-    lines = list(prepare.sample(path, megabytes))
+    lines = list(prepare.sample([path], megabytes))
     size = sum(len(line.encode()) for line in lines) / 1e6
     assert 0.9 * megabytes < size <= 1.02 * megabytes, size
     numbers = [int(line[1:7]) for line in lines]

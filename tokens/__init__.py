@@ -11,14 +11,15 @@ from pathlib import Path
 import tiktoken
 
 from tokens import data, novel
+from tokens.data import bits_per_byte, part_of
 from tokens.errors import UserError
 from tokens.files import expanded
 from tokens.tokenizer import read_tokenizer
 from tokens.windows import Batch, global_batch, held_out_batches, sample_batch, windows
 
 __all__ = [
-    "Batch", "global_batch", "held_out_batches", "load_tokenizer", "load_tokens", "sample_batch",
-    "windows",
+    "Batch", "bits_per_byte", "global_batch", "held_out_batches", "load_tokenizer", "load_tokens",
+    "part_of", "sample_batch", "windows",
 ]
 
 

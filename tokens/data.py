@@ -6,6 +6,7 @@
 """
 
 import hashlib
+import math
 import pickle
 from pathlib import Path
 
@@ -38,6 +39,38 @@ def read_tokens(path: Path, vocab_size: int | None = None) -> dict:
 def read_meta(path: Path) -> dict:
     """只要 meta：不核对分词器和 id。文件损坏时抛 `UserError`。"""
     return _read(path)["meta"]
+
+
+def part_of(data: dict, split: str, corpus: str) -> torch.Tensor:
+    """混合的数据里，`split`（train 或 val）属于语料 `corpus` 的那一段。
+
+    没有这个语料时抛 `UserError`。
+    """
+    begin = 0
+    for name, part in data["meta"].get("parts", {}).items():
+        if name == corpus:
+            return data[split][begin : begin + part[f"{split}_tokens"]]
+        begin += part[f"{split}_tokens"]
+    raise UserError(_no_corpus(data["meta"], corpus))
+
+
+def bits_per_byte(loss: float, meta: dict, split: str = "val", corpus: str | None = None) -> float:
+    """每个 token 的损失（nat）换算成每个 UTF-8 字节的损失（bit）：换了分词器也可以比。
+
+    loss ÷ ln 2 × token 数 ÷ 字节数，取 `split`（给了 `corpus` 就是其中那个语料）自己的数。
+    meta 里没有这些数（旧版本或别处准备的）、没有这个语料时抛 `UserError`。
+    """
+    counts = meta if corpus is None else meta.get("parts", {}).get(corpus)
+    if counts is None:
+        raise UserError(_no_corpus(meta, corpus))
+    if f"{split}_bytes" not in counts:
+        raise UserError(f"数据的 meta 里没有 {split}_bytes，算不出每字节的损失：请重新准备数据。")
+    return loss / math.log(2) * counts[f"{split}_tokens"] / counts[f"{split}_bytes"]
+
+
+def _no_corpus(meta: dict, corpus: str) -> str:
+    names = "、".join(meta.get("parts", {})) or "没有分开记，请重新准备"
+    return f"数据里没有语料 {corpus!r}（有：{names}）。"
 
 
 def _read(path: Path) -> dict:

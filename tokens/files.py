@@ -1,4 +1,4 @@
-"""写文件的唯一办法：先写临时文件，落盘，再改名，所以别人看到的文件总是完整的。
+"""写文件的唯一办法（和路径、哈希两件小事）：先写临时文件，落盘，再改名，所以别人看到的文件总是完整的。
 
     with atomic_write(path) as temporary:
         torch.save(state, temporary)
@@ -7,12 +7,19 @@
 """
 
 import errno
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tokens.errors import UserError
+
+
+def sha256(path: Path) -> str:
+    """文件的 sha256，十六进制。"""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync_path(path: Path) -> None:
