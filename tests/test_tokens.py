@@ -581,6 +581,17 @@ def test_one_enormous_run_is_cut_before_training(run):
     assert spelled == text.encode()
 
 
+def test_no_piece_of_the_novel_is_cut():
+    """《三国演义》最长的一段是 24 个字符，所以切短超长的段不改变它的词表。"""
+    pieces = (
+        end - begin
+        for chapter in novel.chapters()
+        for line in texts.normalise(chapter)
+        for _, (begin, end) in tokens.tokenizer.training_pieces().pre_tokenize_str(line)
+    )
+    assert max(pieces) == 24 < tokens.tokenizer.LONGEST_PIECE
+
+
 def test_text_without_punctuation_trains_and_says_so(tmp_path, capsys):
     """一行 10 万个字、没有标点，照样训练、编码、解回原文；开始训练时说一声样本有多大。"""
     prose = "".join(re.findall(r"[\u4e00-\u9fff]", "".join(novel.chapters()[:25])))[:100_000]
@@ -689,6 +700,17 @@ def test_poems_are_cleaned_counted_and_deduplicated(tgz):
     assert (found.read, found.broken, found.duplicates) == (46, 4, 1)
     assert set(found.train + found.val) == {*SONGS, "白日□山盡，\n黃河入海流。"}
     assert len(found.train) + len(found.val) == 41 and len(found.val) > 3
+
+
+@pytest.mark.slow
+def test_the_real_package_holds_three_hundred_thousand_poems():
+    """真的包：读到 332,908 首，丢掉残缺的 2,703 首、重复的 1,722 首，余下约 1 % 验证。"""
+    if not (poetry.CACHE / poetry.TGZ).exists():
+        pytest.skip("诗词还没有下载过（85 MB）：先运行一次 prepare.py --corpus poetry")
+    found = poetry.poems(traditional=True)
+    assert (found.read, found.broken, found.duplicates) == (332_908, 2_703, 1_722)
+    assert len(found.train) + len(found.val) == found.read - found.broken - found.duplicates
+    assert 0.009 < len(found.val) / len(found.train) < 0.011
 
 
 def test_the_validation_poems_are_fixed(tgz, monkeypatch):
