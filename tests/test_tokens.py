@@ -27,6 +27,7 @@ from tokens import (
     bits_per_byte,
     bpe_by_hand,
     data,
+    encode,
     load_tokenizer,
     load_tokens,
     mixture,
@@ -176,10 +177,10 @@ def test_encoding_in_blocks_equals_encoding_at_once(tmp_path, monkeypatch):
     """在段落之间切块编码，与整篇一次编码，id 逐个相同。"""
     path = tmp_path / "text.txt"
     with path.open("wb") as file:
-        prepare.write_lines(prepare.document_lines(novel.chapters()[:3]), file)
+        encode.write_lines(encode.document_lines(novel.chapters()[:3]), file)
     tokenizer = load_tokenizer()
-    monkeypatch.setattr(prepare, "BLOCK", 100)
-    blocks = [block.decode() for block in prepare.blocks(path)]
+    monkeypatch.setattr(encode, "BLOCK", 100)
+    blocks = [block.decode() for block in encode.blocks(path)]
     text = path.read_text(encoding="utf-8")
     assert len(blocks) > 40 and "".join(blocks) == text
     pieces = [token for block in blocks for token in tokenizer.encode_ordinary(block)]
@@ -188,11 +189,11 @@ def test_encoding_in_blocks_equals_encoding_at_once(tmp_path, monkeypatch):
 
 def test_baselines_of_the_loss(tokens):
     """乱猜的损失是 ln 8192 = 9.01 nat；只看词频是训练 8.02、验证 8.05 nat。"""
-    uniform = prepare.unigram_entropy(np.ones(8192))
+    uniform = encode.unigram_entropy(np.ones(8192))
     meta = tokens["meta"]
     assert round(uniform, 2) == 9.01
     counts = np.bincount(tokens["train"].numpy(), minlength=8192)
-    assert prepare.unigram_entropy(counts) == pytest.approx(meta["unigram_entropy"])
+    assert encode.unigram_entropy(counts) == pytest.approx(meta["unigram_entropy"])
     assert round(meta["unigram_entropy"], 2) == 8.02 and round(meta["unigram_val_loss"], 2) == 8.05
 
 
@@ -1043,9 +1044,9 @@ def test_the_sample_for_the_tokenizer_is_bounded_and_spread(tmp_path, monkeypatc
     """训练分词器的样本至多这么大，并且均匀地取自全文，而不是开头。"""
     path = tmp_path / "text.txt"
     path.write_text("".join(f"第{n:06}行文字\n" for n in range(4000)), encoding="utf-8")
-    monkeypatch.setattr(prepare, "BLOCK", 500)
+    monkeypatch.setattr(encode, "BLOCK", 500)
     megabytes = path.stat().st_size / 4e6
-    lines = list(prepare.sample([path], megabytes))
+    lines = list(encode.sample([path], megabytes))
     size = sum(len(line.encode()) for line in lines) / 1e6
     assert 0.9 * megabytes < size <= 1.02 * megabytes, size
     numbers = [int(line[1:7]) for line in lines]
