@@ -28,6 +28,7 @@ from tokens import (
     bpe_by_hand,
     data,
     encode,
+    load_shards,
     load_tokenizer,
     load_tokens,
     mixture,
@@ -36,6 +37,7 @@ from tokens import (
     poetry,
     prepare,
     sample_batch,
+    shards,
     texts,
 )
 from tokens.data import id_dtype
@@ -878,6 +880,175 @@ def test_bits_per_byte_by_hand(tokens, tmp_path):
     assert bits_per_byte(math.log(8192), tokens["meta"]) == pytest.approx(3.083, abs=1e-3)
     unigram = bits_per_byte(tokens["meta"]["unigram_val_loss"], tokens["meta"])
     assert unigram == pytest.approx(2.755, abs=2e-3)
+
+
+# ---- 许多文件：分片 ----
+
+
+@pytest.fixture
+def many(tmp_path) -> Path:
+    """一个文件夹，五个文件（txt 与 jsonl，有一层子文件夹），各不相同。"""
+    folder = tmp_path / "many"
+    (folder / "inside").mkdir(parents=True)
+    for n, name in enumerate(("a.txt", "b.txt", "inside/c.txt", "d.txt")):
+        lines = (f"{name} 第{i}首：{line}" for i in range(30 + 9 * n) for line in POEM.splitlines())
+        (folder / name).write_text("\n".join(lines), encoding="utf-8")
+    records = (json.dumps({"text": f"第{n}条：{POEM}"}) for n in range(20))
+    (folder / "e.jsonl").write_text("\n".join([*records, '{"text": null}']), encoding="utf-8")
+    (folder / "readme.md").write_text("不是语料")
+    return folder
+
+
+def shard(*paths: Path, out: Path, workers: int = 1, **options) -> dict:
+    """用小词表做分片，返回 manifest。"""
+    return prepare.prepare(
+        prepare.Options(
+            text=paths, out=out, shards=True, workers=workers, vocab_size=300, **options
+        )
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_shards_hold_every_file_once_in_order(many, tmp_path):
+    """每个文件一个分片，按路径的次序；解回原文，一字不差；总数、最大的 id、哈希都对得上。"""
+    meta = shard(many, out=tmp_path / "out")
+    loaded, tokenizer = load_shards(tmp_path / "out", verify=True), load_tokenizer(tmp_path / "out")
+    sources = [Path(found["source"]) for found in meta["shards"]]
+    names = ("a.txt", "b.txt", "d.txt", "e.jsonl", "inside/c.txt")
+    assert sources == [many / name for name in names]
+    assert meta["skipped_nulls"] == 1 and json.loads(json.dumps(loaded["meta"])) == meta
+    for n, source in enumerate(sources):
+        pieces = [tokenizer.decode(loaded[split][n].tolist()) for split in ("train", "val")]
+        lines = [line for line in "".join(pieces).split("\n") if line]
+        assert lines == [line for line in texts.read_lines(source, "text") if line], source
+        assert all(pieces)
+    for split in ("train", "val"):
+        ids = torch.cat(loaded[split])
+        assert meta[f"{split}_tokens"] == len(ids) and ids.dtype == torch.uint16
+        assert meta[f"{split}_largest_id"] == int(ids.int().max())
+    counts = np.bincount(torch.cat(loaded["train"]).numpy(), minlength=meta["vocab_size"])
+    assert meta["unigram_entropy"] == pytest.approx(encode.unigram_entropy(counts))
+    assert bits_per_byte(1.0, meta) > 0
+
+
+@pytest.mark.slow
+def test_any_number_of_workers_gives_the_same_shards(many, tmp_path):
+    """一个进程与三个进程做出的分片、词表、manifest 逐字节相同。"""
+    for workers in (1, 3):
+        shard(many, out=tmp_path / str(workers), workers=workers)
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+
+
+@pytest.mark.parametrize("stage", ["_read_one", "_encode_one"])
+def test_an_interrupted_sharding_goes_on_file_by_file(stage, many, tmp_path, monkeypatch):
+    """做到第三个文件时断了：以前的数据照样可读；再运行只做没做完的，结果与没断过的逐字节相同。"""
+    out, started = tmp_path / "out", []
+    shard(many / "a.txt", out=out)
+    before = load_shards(out)["meta"]
+    original = getattr(shards, stage)
+
+    def stops(plan, work, number):
+        started.append(number)
+        (work / f"{number:05}.train.bin").write_bytes(b"half")  # 写到一半的东西不被信任
+        return original(plan, work, number) if len(started) != 3 else 1 / 0
+
+    monkeypatch.setattr(shards, stage, stops)
+    with pytest.raises(ZeroDivisionError):
+        shard(many, out=out)
+    assert started == [0, 1, 2] and load_shards(out, verify=True)["meta"] == before
+    shard(many, out=out)
+    assert started == [0, 1, 2, 2, 3, 4]
+    monkeypatch.setattr(shards, stage, original)
+    shard(many, out=tmp_path / "whole")
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_missing_or_broken_shard_is_named_and_made_again(many, tmp_path, monkeypatch, capsys):
+    """缺的、截断的、被改的分片各有一句话；再运行同样的命令只重做那一个；什么都好时什么也不做。"""
+    out, done = tmp_path / "out", []
+    meta = shard(many, out=out)
+    good = contents(out)
+    path, original = out / meta["folder"] / "00001.train.bin", shards._encode_one
+    for damage, message in (
+        (lambda: path.unlink(), r"缺分片 .*00001\.train\.bin：.*只有这一个文件会重做"),
+        (lambda: path.write_bytes(b"xx"), r"00001\.train\.bin 应为 \d+ 字节，实为 2 字节"),
+    ):
+        damage()
+        with pytest.raises(UserError, match=message):
+            load_shards(out)
+        with monkeypatch.context() as patch:
+            patch.setattr(shards, "_encode_one", lambda *a: (done.append(a[2]), original(*a))[1])
+            shard(many, out=out)
+        assert contents(out) == good and done.pop() == 1 and not done
+    path.write_bytes(path.read_bytes()[::-1])
+    load_shards(out)
+    with pytest.raises(UserError, match=r"00001\.train\.bin 的哈希与 manifest\.json 里的不符"):
+        load_shards(out, verify=True)
+    path.unlink()
+    shard(many, out=out)
+    monkeypatch.setattr(shards, "each", lambda *args: pytest.fail("又做了一遍"))
+    assert shard(many, out=out) == meta and "不用再做" in capsys.readouterr().err
+
+
+def test_shards_of_another_tokenizer_or_vocabulary_are_refused(many, tmp_path):
+    """分词器被换、模型的词表太小、没有 manifest、manifest 坏了：各一句话。改了的文件全部重做。"""
+    out = tmp_path / "out"
+    meta = shard(many, out=out)
+    with pytest.raises(UserError, match=r"id 299，但词表只有 100 个词条.*至少 300"):
+        load_shards(out, vocab_size=100)
+    with pytest.raises(UserError, match=r"没有 manifest\.json：请先运行"):
+        load_shards(many)
+    (many / "a.txt").write_text(POEM.replace("明月", "青山") * 40, encoding="utf-8")
+    again = shard(many, out=out)
+    assert again["folder"] != meta["folder"] and again["ids_sha256"] != meta["ids_sha256"]
+    assert [p.name for p in out.glob("shards-*")] == [again["folder"]]
+    (out / "tokenizer.tiktoken").write_bytes(dump_tiktoken({bytes([b]): b for b in range(256)}))
+    with pytest.raises(UserError, match="分片与 tokenizer.tiktoken 不配套"):
+        load_shards(out)
+    (out / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"manifest\.json 读不出来：请删掉它"):
+        load_shards(out)
+
+
+def test_folders_are_expanded_and_mistakes_named(many, tmp_path):
+    """文件夹换成其中认识的文件，也用于不分片的时候；给两遍、空文件夹、不合用的选项各一句话。"""
+    found = shards.expand([many / "e.jsonl", many / "inside"])
+    assert found == (many / "e.jsonl", many / "inside" / "c.txt")
+    meta = prepare_small(many, out=tmp_path / "whole")
+    assert meta["corpus"] == "a.txt、b.txt、d.txt、e.jsonl、c.txt"
+    (tmp_path / "empty").mkdir()
+    for paths, message in (
+        ([many, many / "a.txt"], r"a\.txt 给了两遍"),
+        ([tmp_path / "empty"], r"empty 里没有 \.txt、\.jsonl、\.parquet 文件"),
+        ([tmp_path / "nowhere"], r"找不到文本文件 .*nowhere"),
+    ):
+        with pytest.raises(UserError, match=message):
+            shards.expand(paths)
+    for options, message in (
+        ({"shards": True}, r"--shards 是给自己的许多文件用的"),
+        ({"text": (many,), "workers": 2}, r"--workers 2 不对.*与 --shards 同用"),
+        ({"text": (many,), "shards": True, "workers": -1}, r"--workers -1 不对"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prepare.prepare(prepare.Options(out=tmp_path / "out", **options))
+
+
+def dies(plan, work, number) -> dict:
+    os.kill(os.getpid(), 9)
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="用 SIGKILL 杀自己")
+def test_a_killed_worker_ends_with_one_sentence(many, tmp_path):
+    """工作进程被系统杀掉：一句话，说能接着做；不是 traceback，也不挂住。"""
+    plan = shards.Plan(shards.expand([many]), "text", 0.1, 300, 1.0)
+    with pytest.raises(UserError, match=r"被系统杀掉了.*减小 --workers.*接着做"):
+        with shards._pool(2) as pool:
+            shards.each(pool, "测试", plan, tmp_path, "text", dies)
 
 
 # ---- 网络、磁盘、中断、并发 ----

@@ -19,7 +19,7 @@ from tokens.windows import Batch, global_batch, held_out_batches, sample_batch, 
 
 __all__ = [
     "Batch", "bits_per_byte", "global_batch", "held_out_batches", "load_tokenizer", "load_tokens",
-    "part_of", "sample_batch", "windows",
+    "load_shards", "part_of", "sample_batch", "windows",
 ]
 
 
@@ -35,6 +35,18 @@ def load_tokens(path: str | os.PathLike | None = None, vocab_size: int | None = 
 
         prepare_once(is_ready=lambda: not novel.outdated(data.read_meta(path)))
     return data.read_tokens(path, vocab_size)
+
+
+def load_shards(
+    path: str | os.PathLike, vocab_size: int | None = None, verify: bool = False
+) -> dict:
+    """映射 `prepare.py --shards` 做的文件夹：{"train": [张量…], "val": [张量…], "meta": dict}。
+
+    见 `tokens.shards.read_shards`。
+    """
+    from tokens.shards import read_shards
+
+    return read_shards(expanded(path), vocab_size, verify)
 
 
 def load_tokenizer(path: str | os.PathLike | None = None) -> tiktoken.Encoding:

@@ -4,6 +4,7 @@
     python tokens/prepare.py --text 红楼梦.txt 水浒传.txt --out runs/novels
     python tokens/prepare.py --text corpus.jsonl --text-key content --out runs/big
     python tokens/prepare.py --mix sanguo=1 poetry=3 --out runs/mixture
+    python tokens/prepare.py --text data/ --shards --out runs/big
 
 得到两个文件：tokenizer.tiktoken（tiktoken 格式的词表）和 tokens.pt（train、val、meta）。
 内存有界：文本分块读，分块编码，id 先写到临时文件；内存占用不随文本变大。
@@ -13,6 +14,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import os
 import shutil
 import struct
 import sys
@@ -28,7 +30,7 @@ import torch
 from torch.serialization import skip_data
 from tqdm import tqdm
 
-from tokens import data, mixture, novel, poetry
+from tokens import data, mixture, novel, poetry, shards
 from tokens.data import id_dtype
 from tokens.encode import (
     document_lines,
@@ -47,7 +49,7 @@ from tokens.tokenizer import dump_tiktoken, encoding, train_bpe
 @dataclass(frozen=True)
 class Options:
     text: tuple[Path, ...] = ()
-    """自己的语料，一个或多个文件：.txt（UTF-8）、.jsonl、.parquet。不给就用内置的语料。"""
+    """自己的语料，一个或多个文件（.txt（UTF-8）、.jsonl、.parquet）或文件夹。不给就用内置的语料。"""
     corpus: Literal["sanguo", "poetry"] = "sanguo"
     """内置的语料：sanguo 是《三国演义》，poetry 是三十余万首唐宋诗词（要 npm 和 opencc）。"""
     mix: tuple[str, ...] = ()
@@ -64,6 +66,10 @@ class Options:
     """每个文件末尾留作验证的比例，0 与 1 之间。内置语料不用它：它们的验证部分是固定的。"""
     sample_mb: float = 10.0
     """训练分词器用的样本上限，MB（UTF-8）：训练部分更大时，均匀地取这么多。"""
+    shards: bool = False
+    """文件很多、很大时：几个进程并行，一个文件一个分片，加一份 manifest.json，中断了接着做。"""
+    workers: int = 0
+    """做分片的进程数；0 是 CPU 的核数。结果与它无关。"""
     out: Path | None = None
     """输出文件夹；默认 tokens/。改了语料、词表或样本时必须给，免得悄悄换掉全书共用的数据。"""
 
@@ -83,8 +89,24 @@ def prepare(options: Options) -> dict:
         poetry_tgz=options.poetry_tgz and expanded(options.poetry_tgz),
     )
     check_options(options)
+    if options.text:
+        options = dataclasses.replace(options, text=shards.expand(options.text))
     with preparing(folder := options.out or data.DEFAULT):
+        if options.shards:
+            return prepare_shards(options, folder)
         return _prepare(options, folder)
+
+
+def prepare_shards(options: Options, folder: Path) -> dict:
+    """在 `folder` 里做分片，返回 manifest。"""
+    plan = shards.Plan(
+        files=options.text,
+        text_key=options.text_key,
+        val_fraction=options.val_fraction,
+        vocab_size=options.vocab_size,
+        sample_mb=options.sample_mb,
+    )
+    return shards.prepare_shards(plan, folder, options.workers or os.cpu_count() or 1)
 
 
 def prepare_once(is_ready: Callable[[], bool]) -> None:
@@ -110,6 +132,10 @@ def check_options(options: Options) -> None:
                 f"{what}，还要用 --out 给输出文件夹，例如 --out runs/mine；"
                 "tokens/ 里的是全书共用的。"
             )
+    if options.shards and not options.text:
+        raise UserError("--shards 是给自己的许多文件用的：请用 --text 给出文件或文件夹。")
+    if options.workers < 0 or (options.workers and not options.shards):
+        raise UserError(f"--workers {options.workers} 不对：它是做分片的进程数，与 --shards 同用。")
     if options.vocab_size < 256:
         raise UserError(f"--vocab-size {options.vocab_size} 太小：至少 256（全部字节）。")
     if not 0 < options.val_fraction < 1:
