@@ -572,6 +572,18 @@ def test_the_split_falls_between_records(lengths, fraction, tmp_path):
     assert len([d for d in train if d.strip()]) == nearest, (sizes, target)
 
 
+def test_the_nearest_boundary_is_found_from_every_place(tmp_path):
+    """目标落在任何一个字节上（连两个换行之间也是），切点都是离它最近的一篇的开头。"""
+    content = b"before\n\n" + b"one\ntwo\n\nthree\n\nfour five six\n\n"
+    begin, starts = 8, [17, 24]
+    (path := tmp_path / "a.txt").write_bytes(content)
+    with path.open("r+b") as file:
+        for target in range(begin, len(content)):
+            fraction = 1 - (target - begin + 0.5) / (len(content) - begin)
+            distance = abs(encode.find_cut(file, begin, len(content), fraction) - target)
+            assert distance == min(abs(start - target) for start in starts), target
+
+
 @pytest.mark.parametrize("run", ["啊", "！", "🚀", "7", "\u0301", "a", " 、"])
 def test_one_enormous_run_is_cut_before_training(run):
     """没有断点的一长串，训练时切成至多 64 个字符的段，一个字符不丢：代价与长度成正比。"""
