@@ -1,4 +1,4 @@
-"""写文件的唯一办法：先写临时文件，落盘，再改名，所以别人看到的文件总是完整的。
+"""写文件的唯一办法（和路径、哈希两件小事）：先写临时文件，落盘，再改名，所以别人看到的文件总是完整的。
 
     with atomic_write(path) as temporary:
         torch.save(state, temporary)
@@ -7,12 +7,19 @@
 """
 
 import errno
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tokens.errors import UserError
+
+
+def sha256(path: Path) -> str:
+    """文件的 sha256，十六进制。"""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync_path(path: Path) -> None:
@@ -25,6 +32,20 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def expanded(path: str | os.PathLike) -> Path:
+    """开头的 `~` 换成家目录：`--out=~/数据` 里的 `~` 不在词首，shell 不会替我们换。
+
+    `~某人` 而没有这个用户时抛 `UserError`。
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"{path} 里的 {Path(path).parts[0]} 不是这台机器上的用户：请写出完整的路径，"
+            f"或在前面加 ./ 表示就叫这个名字。"
+        ) from error
 
 
 @contextmanager

