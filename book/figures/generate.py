@@ -29,12 +29,10 @@ def _grid(ax: Axes, x: float, title: str, *, cached: bool) -> None:
         y = 4.9 - row
         note(ax, x - 0.25, y + 0.45, word, align="right", size=10)
         for column in range(len(WORDS)):
-            if cached and not last:
-                box(ax, x + column + 0.05, y, 0.9, 0.9, "", role="plain", dashed=True)
-            else:
+            if not cached or last:
                 seen = column <= row
                 box(ax, x + column + 0.05, y, 0.9, 0.9, "" if seen else "−∞",
                     role="compute" if seen else "plain", size=8)  # fmt: skip
     if cached:
         note(ax, x + 2.0, 7.2, "在缓存里", role="weight", align="center", size=9)
-        note(ax, x + 2.5, 3.4, "早已算过，结果不会变", align="center", size=9.5)
+        box(ax, x + 0.05, 1.9, 4.9, 3.9, "早已算过，\n结果不会变", dashed=True, size=10)
