@@ -1,7 +1,9 @@
-"""从 HF 格式的 Llama 文件夹（config.json 加 safetensors）取权重，换成 `model.GPT` 的名字。
+"""HF 格式的 Llama 文件夹（config.json 加 safetensors）与 `model.GPT` 的权重，两个方向都在这里。
 
+两边的名字只写一张表（`names`），读的时候接起来，写的时候切开，所以不会一边改了另一边没改。
 只接受结构相同的模型：RoPE 不缩放、RMSNorm、SwiGLU、无偏置、K/V 与 Q 的头数相等、输出头共享词嵌入。
 两边的 RoPE 都是半分布局，所以 q、k、v 直接接成 qkv，不必重排。
+怎样写成一个完整的文件夹（分词器、模型卡、原子地改名），见 export.py。
 """
 
 import json
@@ -13,15 +15,59 @@ from torch import Tensor
 from model import GPTConfig
 from tokens.errors import UserError
 
-# 一层里，HF 的名字 → 我们的名字（qkv 另外处理）。
+# 一层里，我们的名字 → HF 的名字；几个名字就是把几个矩阵按行接起来。
 LAYER_NAMES = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "self_attn.o_proj.weight": "attn.out.weight",
-    "post_attention_layernorm.weight": "mlp_norm.weight",
-    "mlp.gate_proj.weight": "mlp.gate.weight",
-    "mlp.up_proj.weight": "mlp.up.weight",
-    "mlp.down_proj.weight": "mlp.down.weight",
+    "attn_norm": ("input_layernorm",),
+    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.out": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.gate": ("mlp.gate_proj",),
+    "mlp.up": ("mlp.up_proj",),
+    "mlp.down": ("mlp.down_proj",),
 }
+
+
+def names(n_layer: int) -> dict[str, tuple[str, ...]]:
+    """我们的每个权重 → HF 的一个或几个；输出头共享词嵌入，不在表里。"""
+    table = {"embed.weight": ("model.embed_tokens.weight",), "norm.weight": ("model.norm.weight",)}
+    for i in range(n_layer):
+        for ours, theirs in LAYER_NAMES.items():
+            table[f"blocks.{i}.{ours}.weight"] = tuple(
+                f"model.layers.{i}.{name}.weight" for name in theirs
+            )
+    return table
+
+
+# ---------------------------------------------------------------- 写
+
+
+def llama_config(config: GPTConfig) -> dict:
+    """GPTConfig → config.json 的内容。"""
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "vocab_size": config.vocab_size, "hidden_size": config.d_model,
+        "intermediate_size": config.ffn_dim, "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head, "num_key_value_heads": config.n_head,
+        "head_dim": config.d_model // config.n_head, "max_position_embeddings": config.seq_len,
+        "rms_norm_eps": config.norm_eps, "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_theta": config.rope_theta,  # 旧版的 transformers 和别的程序只认这个写法
+        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+        "dtype": "float32", "torch_dtype": "float32",
+    }  # fmt: skip
+
+
+def llama_weights(weights: dict[str, Tensor], n_layer: int) -> dict[str, Tensor]:
+    """我们的权重 → HF 的名字，fp32，每个张量有自己的内存（safetensors 不存共享的内存）。"""
+    found: dict[str, Tensor] = {}
+    for ours, theirs in names(n_layer).items():
+        for name, part in zip(theirs, weights[ours].float().chunk(len(theirs)), strict=True):
+            found[name] = part.clone()
+    return found
+
+
+# ---------------------------------------------------------------- 读
 
 
 def read_config(folder: Path) -> dict:
@@ -34,6 +80,8 @@ def read_config(folder: Path) -> dict:
             f"读不了 {path}（{error}）；--init-from 要一个 Llama 文件夹"
             "（config.json 与 *.safetensors）、一个 .pt 检查点、scratch 或 resume。"
         ) from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} 不是一个 JSON 对象；请用完整的 Llama 文件夹。")
     kind = config.get("model_type")
     if kind == "gpt2":
         raise UserError(
@@ -59,7 +107,8 @@ def gpt_config(config: dict, seq_len: int, folder: Path) -> GPTConfig:
     structure = {"vocab_size": config["vocab_size"], "d_model": width, "n_head": heads}
     ours = GPTConfig(
         **structure, n_layer=config["num_hidden_layers"], rope_theta=theta,
-        seq_len=min(seq_len, config["max_position_embeddings"]), norm_eps=config["rms_norm_eps"],
+        seq_len=min(seq_len, config["max_position_embeddings"]),
+        norm_eps=float(config["rms_norm_eps"]),
     )  # fmt: skip
     wanted = {
         "num_key_value_heads": (config.get("num_key_value_heads", heads), heads),
@@ -73,7 +122,9 @@ def gpt_config(config: dict, seq_len: int, folder: Path) -> GPTConfig:
     }
     different = [f"{k} 是 {got}、要 {want}" for k, (got, want) in wanted.items() if got != want]
     if different:
-        raise UserError(f"{folder} 的结构与这里的模型不同：{'；'.join(different)}。")
+        grouped = wanted["num_key_value_heads"][0] != heads
+        why = "（几个头共用一份 K、V 的分组注意力 GQA，这里的模型没有）" if grouped else ""
+        raise UserError(f"{folder} 的结构与这里的模型不同{why}：{'；'.join(different)}。")
     return ours
 
 
@@ -90,7 +141,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             raise UserError(f"读不了 {path}（{error}）；请重新下载这个文件。") from error
     if not tensors:
         raise UserError(f"{folder} 里没有 *.safetensors；旧的 .bin 文件请先转换成 safetensors。")
-    return {name.removeprefix("model."): t.float() for name, t in tensors.items()}
+    # 只存了主干（LlamaModel）的文件夹，名字前面没有 model.
+    return {f"model.{name.removeprefix('model.')}": t.float() for name, t in tensors.items()}
 
 
 def load_llama(folder: Path, seq_len: int) -> tuple[GPTConfig, dict[str, Tensor]]:
@@ -104,18 +156,11 @@ def load_llama(folder: Path, seq_len: int) -> tuple[GPTConfig, dict[str, Tensor]
         ours = gpt_config(config, seq_len, folder)
     except KeyError as error:
         raise UserError(f"{folder}/config.json 缺少 {error}；请用完整的 Llama 文件夹。") from error
-    except ValueError as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{folder}/config.json 的结构不能用（{error}）。") from error
-    theirs = read_tensors(folder)
-    try:
-        embed = theirs["embed_tokens.weight"]
-        weights = {"embed.weight": embed, "head.weight": embed}
-        weights["norm.weight"] = theirs["norm.weight"]
-        for i in range(ours.n_layer):
-            qkv = [theirs[f"layers.{i}.self_attn.{x}_proj.weight"] for x in "qkv"]
-            weights[f"blocks.{i}.attn.qkv.weight"] = torch.cat(qkv)
-            for name, our_name in LAYER_NAMES.items():
-                weights[f"blocks.{i}.{our_name}"] = theirs[f"layers.{i}.{name}"]
-    except KeyError as error:
-        raise UserError(f"{folder} 缺少权重 {error}；请检查是否少了一个分片。") from error
-    return ours, weights
+    theirs, weights = read_tensors(folder), {}
+    for name, parts in names(ours.n_layer).items():
+        if missing := [part for part in parts if part not in theirs]:
+            raise UserError(f"{folder} 缺少权重 {missing[0]}；请检查是否少了一个分片。")
+        weights[name] = torch.cat([theirs[part] for part in parts])
+    return ours, weights | {"head.weight": weights["embed.weight"]}
