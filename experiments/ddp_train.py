@@ -95,9 +95,11 @@ def accumulation_steps(batch: int, micro_batch: int, world: int) -> int:
     """
     per_pass = micro_batch * world
     if micro_batch < 1 or world < 1 or batch < per_pass or batch % per_pass:
+        fits = max(1, round(batch / per_pass)) * per_pass if per_pass > 0 else 0
+        example = f"（例如 {fits}）" if fits else ""
         raise UserError(
             f"全局 batch {batch} 不是 micro {micro_batch} × {world} 个 rank = {per_pass} 的整数倍："
-            f"请改全局 batch（例如 {max(1, round(batch / per_pass)) * per_pass}）或 micro"
+            f"请改全局 batch{example}或 micro"
         )
     return batch // per_pass
 

@@ -16,37 +16,26 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from experiments.lab import hardware
-from experiments.loop import checkpoint
-from experiments.loop.batches import feed, load_data, stream, to_device, to_host, windows
+from experiments.loop import checkpoint, status
+from experiments.loop.batches import Feed, evaluation_batches, load_data, to_device, to_host
 from experiments.loop.command_line import parse
-from experiments.loop.log import RunLog, announce
-from experiments.loop.meter import Meter, peak_memory_gb
+from experiments.loop.log import Meter, RunLog, announce, log_line
 from experiments.loop.options import Options, check
-from experiments.loop.snapshot import restore, snapshot
-from experiments.loop.start import Start, choose_start, compare_vocabulary
+from experiments.loop.run import Run, build, set_numerics, snapshot
+from experiments.loop.start import choose_start, compare_vocabulary
 from experiments.ranks.world import Interruption, World, leave_world, start_world
-from experiments.training.recipe import (
-    adamw,
-    learning_rate,
-    muon_and_adamw,
-    set_learning_rate,
-    valid_tokens,
-)
-from experiments.training.step import compiled, keep_freed_memory, one_exp_cross_entropy
-from model import GPT
-from tokens.errors import UserError
+from experiments.training.recipe import learning_rate, set_learning_rate, valid_tokens
+from tokens.errors import UserError, tolerate_narrow_output
 
 PRESETS = Path(__file__).parent / "presets"
+PATHS = ("config", "out_dir", "init_from", "data")  # 开头的 ~ 展开成主目录
 MIN_SCALE = 1e-3  # fp16 的损失缩放比例低于它就停
 EXIT_DIVERGED, EXIT_INTERRUPTED = 3, 75  # 75 是 sysexits.h 的 EX_TEMPFAIL：稍后再试
 
@@ -60,7 +49,8 @@ def main(options: Options, given: set[str] | None = None) -> int:
         check(options, int(os.environ.get("WORLD_SIZE", 1)))
     world = start_world(options.device)
     try:
-        code = train(options, set(asdict(options)) if given is None else given, world)
+        with status.exclusive(Path(options.out_dir), world):
+            code = attempt(options, set(asdict(options)) if given is None else given, world)
     except UserError:
         leave_world(world)
         raise
@@ -68,8 +58,25 @@ def main(options: Options, given: set[str] | None = None) -> int:
     return code
 
 
-def train(options: Options, given: set[str], world: World) -> int:
-    """一次训练，从数据到退出码。"""
+def attempt(options: Options, given: set[str], world: World) -> int:
+    """独占文件夹之后：训练，并把结局记进 status.json。"""
+    folder = Path(options.out_dir)
+    spent, hopeless = status.begin(folder, world)
+    if hopeless is not None:
+        world.say(f"这次启动已经以退出码 {hopeless} 结束（见 {folder / status.STATUS}），"
+                  "重启也一样：不再训练。", error=True)  # fmt: skip
+        return hopeless
+    try:
+        code, step, reason = train(options, given, world, spent)
+    except UserError as problem:
+        status.end(folder, world, 2, reason=str(problem))
+        raise
+    status.end(folder, world, code, step=step, reason=reason)
+    return code
+
+
+def train(options: Options, given: set[str], world: World, spent: float) -> tuple[int, int, str]:
+    """一次训练，从数据到（退出码，停在第几步，原因）；`spent` 是这次启动已经用掉的秒数。"""
     start = choose_start(options, given, world)
     options, out_dir = start.options, Path(start.options.out_dir)
     set_numerics(options, world.device)
@@ -85,111 +92,14 @@ def train(options: Options, given: set[str], world: World) -> int:
                        tensorboard=options.tensorboard) if world.master else None
     )  # fmt: skip
     try:
-        with Interruption(world, options.time_limit) as interruption:
-            return loop(run, log, interruption)
+        with Interruption(world, options.time_limit, spent=spent) as interruption:
+            return loop(run, log, interruption), run.step, interruption.reason
     except Diverged as problem:
         world.say(f"错误：{problem}", error=True)
-        return EXIT_DIVERGED
+        return EXIT_DIVERGED, run.step, str(problem)
     finally:
         if log:
             log.close()
-
-
-# ---------------------------------------------------------------- 精度：TF32 与 autocast
-
-
-def pick_dtype(options: Options, device: torch.device) -> torch.dtype:
-    """auto：硬件有 bf16 就用 bf16，否则 CUDA 用 fp16、CPU 用 fp32。"""
-    if options.dtype != "auto":
-        return getattr(torch, options.dtype)
-    if hardware.bf16_support(device.type)[0]:
-        return torch.bfloat16
-    return torch.float16 if device.type == "cuda" else torch.float32
-
-
-def set_numerics(options: Options, device: torch.device) -> None:
-    """剩下的 fp32 矩阵乘法交给 TF32；CPU 上留住内存，总用确定性算法（编译后的续训才逐位相等）。"""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    else:
-        keep_freed_memory()
-    torch.use_deterministic_algorithms(options.deterministic or device.type == "cpu")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # 只为查错，白花时间
-
-
-# ---------------------------------------------------------------- 组装：模型、优化器、编译、DDP
-
-
-@dataclass
-class Run:
-    """一次训练的全部家当。`raw` 是没有任何包装的模型：存它；`forward` 可能编译过：评估用它；
-    `model` 外面可能还有 DDP：训练用它。"""
-
-    options: Options
-    world: World
-    data: dict
-    dtype: torch.dtype
-    raw: GPT
-    forward: nn.Module
-    model: nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler
-    accumulation: int  # 一步里，一个进程的 micro-batch 个数
-    step: int = 0  # 已完成的更新次数
-    best_loss: float = float("inf")
-    evaluated: int = -1  # 最近一次评估在哪一步
-    saved: int = -1  # 最近一次存盘在哪一步
-
-    @property
-    def fused_loss(self) -> Callable | bool:
-        """分段算、不留 logits 的交叉熵；F.linear_cross_entropy 的参考实现仍会留下 logits。"""
-        return self.options.fused_loss and one_exp_cross_entropy
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self.world.device.type, self.dtype, enabled=self.dtype != torch.float32
-        )
-
-
-def build(start: Start, world: World, data: dict) -> Run:
-    """scaler、优化器、编译，然后 DDP，最后把检查点装回去。"""
-    options, dtype = start.options, pick_dtype(start.options, world.device)
-    if options.optimizer == "muon" and dtype == torch.float16:
-        raise UserError("--optimizer muon 不能与 float16 同用；请用 --dtype bfloat16 或 float32。")
-    torch.manual_seed(options.seed)  # 各进程的初始权重相同
-    raw = GPT(start.config)
-    if start.weights is not None:
-        try:
-            raw.load_state_dict(checkpoint.strip_wrappers(start.weights))
-        except RuntimeError as error:
-            reason = str(error).split("\n")[-1].strip()
-            raise UserError(f"权重与模型结构对不上（{reason}）。") from error
-    raw.to(world.device)
-    torch.manual_seed(options.seed + 1 + world.rank)  # 此后（例如 dropout）各走各的
-    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
-    betas, decay = (options.beta1, options.beta2), options.weight_decay
-    if options.optimizer == "muon":
-        optimizers = muon_and_adamw(raw, options.lr, betas=betas, weight_decay=decay)
-    else:
-        optimizers = [adamw(raw, options.lr, betas=betas, weight_decay=decay)]
-    possible, reason = hardware.compile_support(world.device.type)
-    if options.compile and not possible:
-        world.say(f"不编译，用 eager：{reason}。")
-    forward = compiled(raw) if options.compile and possible else raw  # 第一次前向才真的编译
-    model = forward
-    if torch.distributed.is_initialized():
-        cards = [world.device.index] if world.device.type == "cuda" else None
-        # 唯一的缓冲区 RoPE 表是常数，不必每次广播。先编译、后包 DDP：编译出的反向是一整张图，
-        # 桶要等它算完才发出，通信与反向很少重叠（eager 才重叠）；换来的是评估不必经过 DDP。
-        model = DistributedDataParallel(
-            forward, device_ids=cards, gradient_as_bucket_view=True, forward_sync_buffers=False
-        )
-    run = Run(options, world, data, dtype, raw, forward, model, optimizers, scaler,
-              accumulation=check(options, world.size))  # fmt: skip
-    if start.state is not None:
-        restore(run, start.state)
-    return run
 
 
 # ---------------------------------------------------------------- 循环
@@ -200,8 +110,8 @@ def loop(run: Run, log: RunLog | None, interruption: Interruption) -> int:
     options, tokens = run.options, run.options.global_batch_tokens
     meter = Meter(run.raw.flops_per_token(), tokens, run.world.device, run.world.size,
                   options.peak_flops)  # fmt: skip
-    batches = feed(run.data["train"], run.step, options, run.world)
-    batch, pending, begun = next(batches), None, run.step
+    feed = Feed(run.data["train"], run.step, options, run.world)
+    pending, begun = None, run.step
     while True:
         rate = learning_rate(
             run.step, peak=options.lr, warmup=options.warmup_steps, total=options.decay_steps,
@@ -219,7 +129,7 @@ def loop(run: Run, log: RunLog | None, interruption: Interruption) -> int:
         if stop or done:
             return finish(run, stop)
         meter.go()
-        loss, norm, batch = train_step(run, batches, batch)
+        loss, norm = train_step(run, feed)
         if pending:
             require_finite(run, *pending)  # 查上一步的：这一步已经排进队列，等待不让 GPU 空转
         pending = run.step, *to_host(loss, norm)
@@ -229,7 +139,7 @@ def loop(run: Run, log: RunLog | None, interruption: Interruption) -> int:
             require_scale(run)
             pending = None
             meter.stop()
-            report(run, log, meter, loss.item(), norm.item(), rate, first=run.step == begun + 1)
+            log_line(run, log, meter, loss.item(), norm.item(), rate, first=run.step == begun + 1)
 
 
 def is_due(step: int, options: Options) -> bool:
@@ -241,22 +151,20 @@ def is_due(step: int, options: Options) -> bool:
 # ---------------------------------------------------------------- 一步
 
 
-def train_step(
-    run: Run, batches: Iterator, batch: tuple[Tensor, Tensor, float]
-) -> tuple[Tensor, Tensor, tuple]:
+def train_step(run: Run, feed: Feed) -> tuple[Tensor, Tensor]:
     """k 个 micro-batch 的前向与反向，裁剪，更新一次。
 
-    返回全局的 loss（按有效 token 加权）、梯度范数（都留在设备上，不强迫同步）和预取的下一份数据。
+    返回全局的 loss（按有效 token 加权）与梯度范数；都留在设备上，不强迫同步。
     """
     total = torch.zeros((), device=run.world.device)
     for k in range(run.accumulation):
         last = k == run.accumulation - 1
-        x, y, weight = batch
+        x, y, weight = feed.take()
         # 除最后一份外都不通信；no_sync 要罩住前向和反向：DDP 在前向时就决定要不要同步。
         with nullcontext() if last or run.model is run.forward else run.model.no_sync():
             with run.autocast():
                 _, loss = run.model(x, y, reduction="sum", fused_loss=run.fused_loss)
-            batch = next(batches)  # 前向已经发出：GPU 在算，CPU 读下一份（拷贝仍排在计算之后）
+            feed.prefetch()  # 前向已经发出：GPU 在算，CPU 读下一份（拷贝仍排在计算之后）
             run.scaler.scale(loss * weight).backward()
         total += loss.detach() * weight / run.world.size
     for optimizer in run.optimizers:
@@ -268,7 +176,7 @@ def train_step(
     run.scaler.update()
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
-    return run.world.sum(total), norm, batch
+    return run.world.sum(total), norm
 
 
 class Diverged(Exception):
@@ -308,16 +216,11 @@ def evaluate(run: Run) -> dict[str, float]:
 
     用 `forward` 而不是 DDP 的外壳：只有一部分进程进 DDP 的前向，会一直等别人。
     """
-    options, world, losses = run.options, run.world, {}
+    world, losses = run.world, {}
     run.forward.eval()
     for split in ("train", "val"):
-        tokens, sums = run.data[split], torch.zeros(2, dtype=torch.float64)
-        starts = torch.randint(
-            len(tokens) - options.seq_len, (options.eval_iters, options.micro_batch),
-            generator=stream(options.seed, "evaluate", split),
-        )  # fmt: skip
-        for some in starts[world.rank :: world.size]:
-            x, y = windows(tokens, some, options)
+        sums = torch.zeros(2, dtype=torch.float64)
+        for x, y in evaluation_batches(run.data[split], split, run.options, world):
             with run.autocast():
                 _, loss = run.forward(
                     to_device(x, world.device), to_device(y, world.device),
@@ -325,7 +228,10 @@ def evaluate(run: Run) -> dict[str, float]:
                 )  # fmt: skip
             sums += torch.tensor((loss.item(), valid_tokens(y)), dtype=torch.float64)
         total, count = world.sum(sums).tolist()
-        losses[f"{split}_loss"] = total / max(count, 1)
+        if not count:
+            reason = "没有一个有效的目标（都等于 --ignore-token）"
+            raise UserError(f"{split} 的评估里{reason}；请检查数据或 --ignore-token。")
+        losses[f"{split}_loss"] = total / count
     run.forward.train()
     return losses
 
@@ -357,43 +263,19 @@ def evaluate_and_save(run: Run, log: RunLog | None, *, stopping: bool) -> None:
     if due and not stopping and run.evaluated != run.step:
         losses = evaluate(run)
         improved, run.evaluated = losses["val_loss"] < run.best_loss, run.step
-        run.best_loss = min(run.best_loss, losses["val_loss"])
+        previous, run.best_loss = run.best_loss, min(run.best_loss, losses["val_loss"])
         text = "，".join(f"{name} {value:.4f}" for name, value in losses.items())
         run.world.say(f"步 {run.step:>6} | 评估 {text}{'（新的最好）' if improved else ''}")
         if log:
             log.write(step=run.step, **losses)
         save(run, best=improved)
+        if run.saved != run.step:
+            run.best_loss = previous  # best 没有写成，就还不是「最好的」
     elif run.saved != run.step:
         save(run)
 
 
-# ---------------------------------------------------------------- 日志与结束
-
-
-def report(
-    run: Run, log: RunLog | None, meter: Meter, loss: float, norm: float, rate: float, first: bool
-) -> None:
-    """一行日志，到屏幕也到 log.csv；这个进程的第一步含编译与预热，不计入吞吐。"""
-    if first:
-        run.world.say(f"第一步 {meter.seconds:.1f} 秒（含编译与预热），不计入吞吐。")
-        meter.discard()
-    speed = {} if first else meter.read()
-    if run.step % run.options.log_interval:
-        return
-    memory = peak_memory_gb(run.world.device)
-    shown = {"step_ms": "{:.1f} ms/步", "tokens_per_s": "{:,.0f} token/s", "mfu": "MFU {:.1%}"}
-    fast = "".join(f" | {shown[name].format(value)}" for name, value in speed.items())
-    run.world.say(
-        f"步 {run.step:>6} | loss {loss:.4f} | 梯度范数 {norm:.3f} | 学习率 {rate:.2e}{fast}"
-        f" | 峰值内存 {memory:.2f} GB"
-    )
-    if meter.refusal:
-        run.world.say(f"MFU 不显示：{meter.refusal}。")
-        meter.refusal = ""
-    if log:
-        tokens = run.step * run.options.global_batch_tokens
-        log.write(step=run.step, tokens=tokens, loss=loss, grad_norm=norm, lr=rate,
-                  peak_gb=memory, **speed)  # fmt: skip
+# ---------------------------------------------------------------- 结束
 
 
 def finish(run: Run, stop: str) -> int:
@@ -412,8 +294,9 @@ def finish(run: Run, stop: str) -> int:
 
 def command_line(argv: list[str] | None = None) -> int:
     """解析命令行并训练；使用者的错误只报一句，退出码 2。"""
+    tolerate_narrow_output()
     try:
-        return main(*parse(Options, argv, presets=PRESETS, description=__doc__))
+        return main(*parse(Options, argv, presets=PRESETS, description=__doc__, paths=PATHS))
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"错误：{error}", file=sys.stderr)

@@ -459,7 +459,7 @@ def test_an_impossible_plan_names_the_nearest():
 def test_the_plan_writes_what_train_gpu_reads(tmp_path, capsys, monkeypatch):
     """plan --out 写出的 TOML，train_gpu 的选项解析原样接受，并得到计划里的累积次数。"""
     from experiments.loop.command_line import parse
-    from experiments.loop.options import Options, check
+    from experiments.loop.options import Options, accumulation
 
     path = tmp_path / "plan.toml"
     words = ["plan", "--params", "1.3e9", "--gpus", "8", "--out", str(path)]
@@ -471,7 +471,7 @@ def test_the_plan_writes_what_train_gpu_reads(tmp_path, capsys, monkeypatch):
     )
     plan = make_plan(Request(1.3e9))
     assert (options.d_model, options.n_layer, options.seq_len) == (2048, 24, 2048)
-    assert check(options, 8) == plan.accumulation
+    assert accumulation(options, 8) == plan.accumulation
     assert options.steps == plan.steps and options.warmup_steps < options.steps
 
 

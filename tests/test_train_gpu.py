@@ -32,12 +32,13 @@ from tiny_training import (
 
 from experiments import train_gpu
 from experiments.lab import hardware
+from experiments.loop import batches as batches_module
 from experiments.loop import checkpoint
-from experiments.loop.batches import step_batches, stream, windows
+from experiments.loop import run as run_module
+from experiments.loop.batches import generator_for, masked_windows, step_batches
 from experiments.loop.command_line import parse
-from experiments.loop.log import RunLog
-from experiments.loop.meter import Meter
-from experiments.loop.options import STRUCTURE, Options, check
+from experiments.loop.log import Meter, RunLog
+from experiments.loop.options import STRUCTURE, Options, accumulation, check
 from experiments.loop.start import Start
 from experiments.ranks.world import LOOPBACK, Interruption, World, pick_device, use_loopback
 from experiments.training.recipe import learning_rate
@@ -78,13 +79,15 @@ def test_presets_have_the_stated_parameter_counts(preset, count):
         model = GPT(GPTConfig(**{name: getattr(options, name) for name in STRUCTURE}))
     assert model.num_params() == count
     sizes = (1, 2) if preset == "tiny_cpu" else (1, 2, 4, 8)
-    assert all(check(options, size) >= 1 for size in sizes)
+    for size in sizes:
+        check(options, size)
+    assert all(accumulation(options, size) >= 1 for size in sizes)
 
 
 def test_default_preset_is_the_defaults():
     """gpt_29m.toml 就是 dataclass 的默认值；八张卡时每卡累积 4 次，一步 524,288 个 token。"""
     assert parsed() == parsed("--preset", "gpt_29m") == Options()
-    assert (Options().global_batch_tokens, check(Options(), 8)) == (524_288, 4)
+    assert (Options().global_batch_tokens, accumulation(Options(), 8)) == (524_288, 4)
 
 
 def test_command_line_over_config_over_preset(tmp_path):
@@ -135,7 +138,7 @@ def test_presets_hold_only_known_keys_of_the_right_type():
         (["--d-model", "65"], "d_model"),
         (["--micro-batch", "48"], "整除"),
         (["--global-batch-tokens", "1000"], "micro-batch"),
-        (["--optimizer", "muon", "--dtype", "float16"], "muon"),
+        (["--optimizer", "muon", "--dtype", "float16", "--data", "synthetic"], "muon"),
         (["--device", "tpu"], "tpu"),
         (["--init-from", "/nowhere"], "/nowhere"),
         (["--data", "/nowhere/tokens.pt"], "/nowhere/tokens.pt"),
@@ -194,7 +197,7 @@ def global_batch(tokens, step: int, options: Options, size: int) -> torch.Tensor
 
 def test_same_global_batch_for_any_ranks_and_accumulation(tmp_path):
     """1、2、4 个进程，micro-batch 2、4、8：第 s 步的全局 batch 都是同样的序列、同样的次序。"""
-    tokens = torch.randint(256, (5000,), generator=stream(0, "test"))
+    tokens = torch.randint(256, (5000,), generator=generator_for(0, "test"))
     for step in (0, 7):
         wanted = global_batch(tokens, step, tiny(tmp_path), 1)
         assert wanted.shape == (16, 32)
@@ -219,7 +222,7 @@ def test_ranks_steps_and_seeds_read_different_data(tmp_path):
 def test_windows_shift_by_one_and_mask(tmp_path):
     """y 比 x 晚一位；等于 ignore_token 的目标换成 −100，输入不动。"""
     tokens = torch.arange(100).to(torch.uint16)
-    x, y = windows(tokens, torch.tensor([3, 10]), tiny(tmp_path, ignore_token=12))
+    x, y = masked_windows(tokens, torch.tensor([3, 10]), tiny(tmp_path, ignore_token=12))
     assert torch.equal(x[0], torch.arange(3, 35)) and x.dtype == torch.int64
     assert y[0, 0] == 4 and y[0, 8] == IGNORE_INDEX and x[0, 9] == 12
     assert (y == IGNORE_INDEX).sum() == 2
@@ -253,7 +256,7 @@ def test_logged_loss_is_the_token_weighted_mean_of_the_whole_step(tmp_path):
     assert train_gpu.main(options) == 0
     torch.manual_seed(options.seed)
     model = GPT(GPTConfig(**{name: getattr(options, name) for name in STRUCTURE}))
-    tokens = torch.randint(256, (10**6,), generator=stream(0, "synthetic"))
+    tokens = torch.randint(256, (10**6,), generator=generator_for(0, "synthetic"))
     parts = step_batches(tokens, 0, options, 0, 1)
     x, y = (torch.cat(some) for some in zip(*parts, strict=True))
     wanted = model(x, y)[1].item()
@@ -290,7 +293,7 @@ def test_fused_loss_keeps_no_logits_for_the_backward(tmp_path, monkeypatch):
 
 def uneven(rank: int) -> None:
     """手脚：0 号进程的每个 micro-batch 只留一个有效目标，1 号进程的全留。"""
-    original = train_gpu.feed.__globals__["step_batches"]
+    original = batches_module.step_batches
 
     def patched(tokens, step, options, rank, size):
         batches = original(tokens, step, options, rank, size)
@@ -301,7 +304,7 @@ def uneven(rank: int) -> None:
             batches[k][1].flatten()[1:] = IGNORE_INDEX
         return batches
 
-    train_gpu.feed.__globals__["step_batches"] = patched
+    batches_module.step_batches = patched
 
 
 @pytest.mark.slow
@@ -410,12 +413,12 @@ def test_evaluations_and_best_agree(straight):
 def test_precision_is_what_was_asked(monkeypatch, asked, hardware_has_bf16, device, wanted):
     """要 bf16 就是 bf16；auto：有 bf16 就用，否则 CUDA 用 fp16、CPU 用 fp32。"""
     monkeypatch.setattr(hardware, "bf16_support", lambda _: (hardware_has_bf16, ""))
-    assert train_gpu.pick_dtype(Options(dtype=asked), torch.device(device)) is wanted
+    assert run_module.pick_dtype(Options(dtype=asked), torch.device(device)) is wanted
 
 
 def test_muon_refuses_the_fp16_that_auto_chose(tmp_path, monkeypatch):
     """--dtype auto 在旧 GPU 上选 fp16：与 muon 同用时也拒绝，不只看命令行写了什么。"""
-    monkeypatch.setattr(train_gpu, "pick_dtype", lambda *_: torch.float16)
+    monkeypatch.setattr(run_module, "pick_dtype", lambda *_: torch.float16)
     with pytest.raises(UserError, match="muon 不能与 float16"):
         train(tmp_path, steps=1, optimizer="muon", dtype="auto")
 
@@ -485,7 +488,7 @@ def test_first_step_is_not_the_start_of_the_average():
     log = Spoken()
     run = SimpleNamespace(world=log, step=1, options=SimpleNamespace(log_interval=50))
     meter.steps, meter.seconds = 1, 100.0
-    train_gpu.report(run, None, meter, 5.0, 1.0, 1e-3, first=True)
+    train_gpu.log_line(run, None, meter, 5.0, 1.0, 1e-3, first=True)
     assert meter.mfu is None and "第一步 100.0 秒" in log.said[0]
     meter.steps, meter.seconds = 10, 20.0
     assert meter.read()["mfu"] == pytest.approx(0.5), meter.mfu
@@ -540,14 +543,14 @@ def test_resume_is_bitwise_in_16_bits_and_with_muon(tmp_path, changes):
 
 def interrupt_at(step: int, number: int, monkeypatch) -> None:
     """走完第 `step` 步时给自己发一个信号，像抢占的机器或 Ctrl-C 那样。"""
-    original = train_gpu.report
+    original = train_gpu.log_line
 
     def report(run, *args, **kwargs):
         original(run, *args, **kwargs)
         if run.step == step:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(train_gpu, "report", report)
+    monkeypatch.setattr(train_gpu, "log_line", report)
 
 
 @pytest.mark.slow
@@ -805,7 +808,7 @@ def test_bad_files_lose_nothing(tmp_path, capsys, damage, needed):
     """词表不符、数据截断、换了数据、别家的检查点、不能写的文件夹：一句话，退出码 2，旧的还在。"""
     data, run = tmp_path / "data", tmp_path / "run"
     data.mkdir()
-    tokens = torch.randint(200, (3000,), generator=stream(0, "x"), dtype=torch.int32)
+    tokens = torch.randint(200, (3000,), generator=generator_for(0, "x"), dtype=torch.int32)
     meta = {"vocab_size": 256, "ids_sha256": "abc"}
     torch.save({"train": tokens, "val": tokens[:500], "meta": meta}, data / "tokens.pt")
     assert train(run, steps=3, data=str(data / "tokens.pt")) == 0
@@ -1032,11 +1035,11 @@ def two_ranks_options(tmp_path, monkeypatch) -> dict:
         return module
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(train_gpu, "DistributedDataParallel", wrap)
+    monkeypatch.setattr(run_module, "DistributedDataParallel", wrap)
     options = tiny(tmp_path)
     config = GPTConfig(**{name: getattr(options, name) for name in STRUCTURE})
     data = {"train": torch.zeros(100), "meta": {}}
-    train_gpu.build(Start(options, config), World(0, 1, torch.device("cpu")), data)
+    run_module.build(Start(options, config), World(0, 1, torch.device("cpu")), data)
     return seen
 
 
@@ -1111,14 +1114,14 @@ def test_torchrun_recovers_by_itself_when_a_rank_is_killed(two_ranks, tmp_path):
         "import os, runpy, signal, sys\n"
         "from pathlib import Path\n"
         "from experiments import train_gpu\n"
-        "report = train_gpu.report\n"
+        "report = train_gpu.log_line\n"
         "def patched(run, *args, **kwargs):\n"
         "    report(run, *args, **kwargs)\n"
         f"    marker = Path({str(marker)!r})\n"
         "    if run.world.rank == 1 and run.step == 27 and not marker.exists():\n"
         "        marker.touch()\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "train_gpu.report = patched\n"
+        "train_gpu.log_line = patched\n"
         "sys.exit(train_gpu.command_line())\n"
     )
     (tmp_path / "script.py").write_text(suicide)

@@ -74,7 +74,9 @@ def describe_write_error(error: BaseException, path: Path) -> str | None:
     """写 `path` 时的系统错误换成一句话；不是写盘问题就返回 None。"""
     number = getattr(error, "errno", None)
     # torch.save 把写失败报成 RuntimeError，消息里只有 "file write failed" 一类的话，没有 errno。
-    torch_write = isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error)
+    torch_write = isinstance(error, RuntimeError) and any(
+        sign in str(error) for sign in ("PytorchStreamWriter", "unexpected pos")
+    )
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or torch_write:
         return f"写不下 {path}：磁盘已满或配额用尽；请腾出空间，或换一个输出位置，然后重新运行。"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):

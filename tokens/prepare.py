@@ -41,7 +41,7 @@ from tokens.encode import (
     write_file,
     write_lines,
 )
-from tokens.errors import UserError
+from tokens.errors import UserError, tolerate_narrow_output
 from tokens.files import atomic_write, describe_write_error, expanded, sha256
 from tokens.tokenizer import dump_tiktoken, encoding, train_bpe
 
@@ -356,6 +356,7 @@ def print_summary(meta: dict) -> None:
 if __name__ == "__main__":
     import tyro
 
+    tolerate_narrow_output()
     try:
         main(tyro.cli(Options, description=__doc__))
     except UserError as error:

@@ -5,10 +5,12 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from functools import cache
 from importlib.util import find_spec
@@ -63,6 +65,8 @@ def compile_support(device: str = "cpu") -> tuple[bool, str]:
         return True, "torch.compile 用 Triton 编译"
     if sys.platform == "win32":
         return False, "Windows 上 torch.compile 需要 MSVC，这里不依赖它"
+    if problem := cache_problem():
+        return False, problem
     # 与 torch.compile 自己的找法相同：它不会去试别的名字
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if " " in compiler and shutil.which(compiler) is None:  # 例如 "ccache g++"
@@ -105,6 +109,27 @@ def describe(device: str = "cpu", threads: int | None = None) -> dict[str, str]:
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def busy_note() -> str:
+    """机器已经很忙时的一句提醒；不忙或问不出（Windows）时是空串。
+
+    OpenMP 的线程用空转等彼此：两个训练抢同样的核，一步能慢上百倍，而不是两倍。
+    """
+    load, cores = getattr(os, "getloadavg", lambda: (0.0,))()[0], os.cpu_count() or 1
+    if load < cores + 0.5:
+        return ""
+    return (f"这台机器正忙（{cores} 个核上平均有 {load:.1f} 个进程在抢），时间不可信，也会慢得多；"
+            "等它闲下来，或用 OMP_NUM_THREADS=1 让每个程序只用一个线程。")  # fmt: skip
+
+
+def cache_problem() -> str | None:
+    """编译缓存的文件夹能不能用：路径里有空白时，PyTorch 2.13 拼出的编译命令会断开（#191010）。"""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
+    if not re.search(r"\s", folder):
+        return None
+    return (f"编译的缓存放在「{folder}」，路径里有空白，编译命令会断开；"
+            "请用环境变量 TORCHINDUCTOR_CACHE_DIR 换一个没有空白的文件夹")  # fmt: skip
 
 
 def matmul_peak(

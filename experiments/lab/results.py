@@ -17,7 +17,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.lab.hardware import describe
-from tokens.errors import UserError
+from tokens.errors import UserError, tolerate_narrow_output
 from tokens.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,6 +108,7 @@ def run_main(main: Callable, options_type: type) -> None:
     """脚本的入口：由 dataclass 生成命令行并运行；使用者的错误只报一句，退出码 2。"""
     import tyro
 
+    tolerate_narrow_output()
     try:  # Options 的 __post_init__ 也可以抛 UserError
         options = tyro.cli(options_type, description=sys.modules[main.__module__].__doc__)
         main(options)

@@ -14,18 +14,21 @@ from experiments.loop.options import Options
 from experiments.ranks.world import World
 from experiments.training.recipe import valid_tokens
 from model import IGNORE_INDEX
-from tokens import load_tokens
+from tokens import Batch, load_tokens, windows
 from tokens.errors import UserError
+
+MOST_EPOCHS = 100  # 没有给 --data 时，内置的小说至多读这么多遍
 
 
 def load_data(options: Options) -> dict:
     """真实的 token，或者随机的（量速度用）；两份都要够长，id 都要在词表里。"""
     if options.data == "synthetic":
-        g = stream(options.seed, "synthetic")
+        g = generator_for(options.seed, "synthetic")
         train, val = (torch.randint(options.vocab_size, (n,), generator=g) for n in (10**6, 10**5))
         data = {"train": train, "val": val, "meta": {"ids_sha256": f"synthetic-{options.seed}"}}
     else:
         data = load_tokens(options.data or None, vocab_size=options.vocab_size)
+    refuse_rereading(options, len(data["train"]))
     for split in ("train", "val"):
         if len(data[split]) <= options.seq_len:
             raise UserError(
@@ -35,22 +38,32 @@ def load_data(options: Options) -> dict:
     return data
 
 
-def stream(*key: object) -> torch.Generator:
+def refuse_rereading(options: Options, tokens: int) -> None:
+    """没有给 --data 而要把内置的小说读上百遍：多半是忘了给语料，训练之前就说。"""
+    epochs = options.steps * options.global_batch_tokens / tokens
+    if not options.data and epochs > MOST_EPOCHS:
+        raise UserError(
+            f"{options.steps} 步要把内置的小说读 {epochs:,.0f} 遍（它只有 {tokens:,} 个 token）；"
+            "请用 --data 给更大的语料（python tokens/prepare.py --text …），或减小 --steps；"
+            "真要这样，就写明 --data tokens/tokens.pt。"
+        )
+
+
+def generator_for(*key: object) -> torch.Generator:
     """由 (种子, 用途, 步数) 决定的随机数流：不记录位置，也就没有位置可丢。"""
     seed = int.from_bytes(blake2b(repr(key).encode(), digest_size=4).digest(), "big")
     return torch.Generator().manual_seed(seed)
 
 
-def windows(tokens: Tensor, starts: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """从 `starts` 取窗口，x、y 各 (B, T) 的 int64；y 比 x 晚一位，不计入的目标换成 −100。"""
-    chunk = tokens[starts[:, None] + torch.arange(options.seq_len + 1)].long()
-    x, y = chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous()
+def masked_windows(tokens: Tensor, starts: Tensor, options: Options) -> Batch:
+    """从 `starts` 取窗口，x、y 各 (B, T) 的 int64；不计入的目标换成 −100。"""
+    x, y = windows(tokens, starts, options.seq_len)
     return x, y.masked_fill(y == options.ignore_token, IGNORE_INDEX)
 
 
 def step_batches(
     tokens: Tensor, step: int, options: Options, rank: int, size: int
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[Batch]:
     """第 `step` 步里这个进程的 micro-batch。先抽整个全局 batch，再按位置分：
 
     第 k 个 micro-batch 的第 r 个进程拿第 k·size + r 份。所以进程数、累积次数怎么变，
@@ -58,8 +71,9 @@ def step_batches(
     """
     sequences = options.global_batch_tokens // options.seq_len
     high = len(tokens) - options.seq_len
-    starts = torch.randint(high, (sequences,), generator=stream(options.seed, "train", step))
-    return [windows(tokens, s, options) for s in starts.split(options.micro_batch)[rank::size]]
+    starts = torch.randint(high, (sequences,), generator=generator_for(options.seed, "train", step))
+    mine = starts.split(options.micro_batch)[rank::size]
+    return [masked_windows(tokens, some, options) for some in mine]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -82,18 +96,48 @@ def to_host(loss: Tensor, norm: Tensor) -> tuple[Tensor, torch.cuda.Event | None
     return values, copied
 
 
-def feed(
-    tokens: Tensor, start: int, options: Options, world: World
-) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """从第 `start` 步起，依次给出 (x, y, 权重)。
+def evaluation_batches(
+    tokens: Tensor, split: str, options: Options, world: World
+) -> Iterator[Batch]:
+    """这个进程分到的固定的评估 batch：同一份数据总是同一批，不论模型与时刻。"""
+    starts = torch.randint(
+        len(tokens) - options.seq_len, (options.eval_iters, options.micro_batch),
+        generator=generator_for(options.seed, "evaluate", split),
+    )  # fmt: skip
+    for some in starts[world.rank :: world.size]:
+        yield masked_windows(tokens, some, options)
+
+
+class Feed:
+    """从第 `step` 步起，一份一份地给出 (x, y, 权重)；`prefetch` 先读好下一份，`take` 取走它。
 
     权重 = 进程数 ÷ 这一步全局的有效 token 数：loss 之和乘它，DDP 再对进程取平均，
     得到的正是 Σ loss ÷ Σ 有效 token，不论各份、各进程的有效 token 有多不一样。
     """
-    step = start
-    while True:
-        batches = step_batches(tokens, step, options, world.rank, world.size)
-        valid = world.sum(torch.tensor(valid_tokens(y for _, y in batches))).item()
-        for x, y in batches:
-            yield to_device(x, world.device), to_device(y, world.device), world.size / max(valid, 1)
-        step += 1
+
+    def __init__(self, tokens: Tensor, step: int, options: Options, world: World) -> None:
+        self.source = self._read(tokens, step, options, world)
+        self.ready: tuple[Tensor, Tensor, float] | None = None
+
+    def prefetch(self) -> None:
+        """读好下一份；已经读好就不动。"""
+        if self.ready is None:
+            self.ready = next(self.source)
+
+    def take(self) -> tuple[Tensor, Tensor, float]:
+        """取走下一份；没有读好就现读。"""
+        self.prefetch()
+        taken, self.ready = self.ready, None
+        return taken
+
+    @staticmethod
+    def _read(
+        tokens: Tensor, step: int, options: Options, world: World
+    ) -> Iterator[tuple[Tensor, Tensor, float]]:
+        while True:
+            batches = step_batches(tokens, step, options, world.rank, world.size)
+            valid = world.sum(torch.tensor(valid_tokens(y for _, y in batches))).item()
+            for x, y in batches:
+                yield (to_device(x, world.device), to_device(y, world.device),
+                       world.size / max(valid, 1))  # fmt: skip
+            step += 1

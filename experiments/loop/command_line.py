@@ -1,8 +1,8 @@
 """命令行与配置文件：由一个带类型的 dataclass 得到，写错的键和值都在开工之前说清楚。
 
 优先级从低到高：dataclass 的默认值、`--preset`、`--config FILE.toml`、命令行。
-`tyro` 由 dataclass 生成 `--help` 并构造对象；这里在它之前多做三件事：
-合并 TOML、把「不认识的键」指到最接近的名字、把类型错误说成一句中文。
+`tyro` 由 dataclass 生成 `--help`。解析由这里做，因为还要它不给的三样：合并 TOML、
+哪些键是明确给出的（续训要知道）、把不认识的键和类型错误说成一句中文。
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def coerce(kind: Any, value: object, name: str) -> Any:
 def read_toml(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """读一个配置文件：键都要认识，值的类型都要对。"""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # 记事本会加 BOM
     except FileNotFoundError:
         raise UserError(f"找不到配置文件 {path}；请检查路径。") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -90,35 +90,31 @@ def preset_path(folder: Path, name: str) -> Path:
 
 
 def parse(
-    options_type: type, argv: Sequence[str] | None = None, *, presets: Path, description: str
+    options_type: type, argv: Sequence[str] | None = None, *, presets: Path, description: str,
+    paths: Sequence[str] = (),
 ) -> tuple[Any, set[str]]:
     """返回 (选项, 明确给出的键)；后者让续训知道哪些值是使用者要改的，哪些只是默认值或预设。
 
-    `options_type` 要有 `preset` 和 `config` 两个字符串字段。错误一律抛 `UserError`。
+    `options_type` 要有 `preset` 和 `config` 两个字符串字段；`paths` 里的字段是路径，开头的 ~ 展开。
+    错误一律抛 `UserError`。
     """
-    import tyro
-
     argv = sys.argv[1:] if argv is None else list(argv)
     kinds = get_type_hints(options_type)
     if {"-h", "--help"} & set(argv):
+        import tyro
+
         tyro.cli(options_type, args=["--help"], description=description)
-    line = read_arguments(argv, kinds)
+    line = expand_home(read_arguments(argv, kinds), paths)
     file = read_toml(Path(line["config"]), kinds) if line.get("config") else {}
+    file = expand_home(file, paths)
     chosen = line.get("preset", file.get("preset"))
     default = {field.name: field.default for field in dataclasses.fields(options_type)}["preset"]
     preset = read_toml(preset_path(presets, chosen or default), kinds)
-    base = options_type(**{**preset, **file, "preset": chosen or default})
-    options = tyro.cli(options_type, default=base, args=normalise(line), description=description)
+    options = options_type(**{**preset, **file, **line, "preset": chosen or default})
     return options, set(file) | set(line)
 
 
-def normalise(line: Mapping[str, Any]) -> list[str]:
-    """把认出来的选项写成 tyro 的规范形式：开关是 --flag/--no-flag，其余是 --key=value。"""
-    words = []
-    for key, value in line.items():
-        dashed = key.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{dashed}" if value else f"--no-{dashed}")
-        else:
-            words.append(f"--{dashed}={value}")
-    return words
+def expand_home(values: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """`paths` 里的值把开头的 ~ 换成主目录：写成 --out-dir=~/x 时 shell 不会替我们换。"""
+    return {key: str(Path(value).expanduser()) if key in paths and str(value).startswith("~")
+            else value for key, value in values.items()}  # fmt: skip

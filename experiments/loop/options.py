@@ -1,6 +1,6 @@
 """train_gpu 的全部选项，以及开工之前的检查：不合理的值在分配任何东西之前就被拒绝。
 
-命令行和配置文件怎样变成这个 dataclass，见 `experiments/loop/command_line.py`。
+命令行和配置文件怎样变成这个 dataclass，见 command_line.py。
 """
 
 import math
@@ -55,8 +55,13 @@ class Options:
     seed: int = 0  # 初始权重与数据次序的随机种子
 
 
-def check(options: Options, world_size: int) -> int:
-    """检查每个选项，返回每个进程每步的累积次数；不合理的抛 `UserError`。此时还什么都没分配。"""
+def accumulation(options: Options, world_size: int) -> int:
+    """一步里，一个进程的 micro-batch 个数；`check` 已经保证除得尽。"""
+    return options.global_batch_tokens // (options.micro_batch * options.seq_len * world_size)
+
+
+def check(options: Options, world_size: int) -> None:
+    """检查每个选项，不合理的抛 `UserError`。此时还什么都没分配。"""
     at_least = dict.fromkeys(STRUCTURE, 1) | dict.fromkeys(
         ("micro_batch", "global_batch_tokens", "steps", "decay_steps"), 1
     ) | dict.fromkeys(("eval_interval", "eval_iters", "log_interval"), 1) | dict.fromkeys(
@@ -86,4 +91,3 @@ def check(options: Options, world_size: int) -> int:
             f"{options.seq_len} × {world_size} 个进程 = {micro * world_size} 整除；"
             "请改其中一个，使累积次数是整数。"
         )
-    return tokens // (micro * world_size)

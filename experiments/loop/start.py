@@ -24,6 +24,7 @@ class Start:
     weights: dict[str, Tensor] | None = None
     state: dict | None = None
     foreign: bool = False  # 权重来自别人的模型：它的分词器多半不是我们的
+    tokenizer: str = ""  # 权重是用哪个分词器训练的（它的 sha256）；不知道就是空串
 
 
 def choose_start(options: Options, given: set[str], world: World) -> Start:
@@ -32,7 +33,11 @@ def choose_start(options: Options, given: set[str], world: World) -> Start:
     path = world.on_master(lambda: checkpoint.prepare(out_dir, world.say))
     if path is not None:
         state = world.together(lambda: checkpoint.read(path))
-        if options.init_from == "resume" or checkpoint.same_launch(state, out_dir):
+        finished = state["step"] >= state["config"]["steps"]
+        restarted = checkpoint.same_launch(state, out_dir)
+        if finished and checkpoint.restart_count() == 0:
+            restarted = False  # 走完了的不会再被重启：相同的 --rdzv-id 只是忘了换
+        if options.init_from == "resume" or restarted:
             return resume(options, given, state, path, world)
     if options.init_from not in ("scratch", "resume"):  # 结构来自那里，读出来才能查
         return world.together(lambda: pretrained(options, Path(options.init_from)))
@@ -76,13 +81,14 @@ def rebuild(kind: type, values: dict, path: Path) -> Any:
 
 def pretrained(options: Options, path: Path) -> Start:
     """只取权重，步数从 0 开始：Llama 文件夹，或者我们自己的检查点。结构也来自那里。"""
-    foreign = False
+    foreign, tokenizer = False, ""
     if path.is_dir():
         config, weights = load_llama(path, options.seq_len)
         foreign = True
     elif path.exists():
         state = checkpoint.read(path)
         config, weights = rebuild(GPTConfig, state["model_config"], path), state["model"]
+        tokenizer = state.get("tokenizer", "")
     else:
         raise UserError(
             f"--init-from {path}：没有这个文件或文件夹；可以是 scratch、resume、"
@@ -90,7 +96,7 @@ def pretrained(options: Options, path: Path) -> Start:
         )
     options = replace(options, **{name: getattr(config, name) for name in STRUCTURE})
     check(options, int(os.environ.get("WORLD_SIZE", 1)))
-    return Start(options, config, weights, foreign=foreign)
+    return Start(options, config, weights, foreign=foreign, tokenizer=tokenizer)
 
 
 def compare_vocabulary(start: Start, data: dict, world: World) -> None:
@@ -100,4 +106,10 @@ def compare_vocabulary(start: Start, data: dict, world: World) -> None:
         world.say(
             f"警告：权重的词表有 {theirs} 个词条，数据的分词器只有 {ours} 个，不是同一个分词器；"
             "请用原模型的分词器准备 --data。", error=True,
+        )  # fmt: skip
+    mine = data["meta"].get("tokenizer_sha256", "")
+    if start.tokenizer and mine and start.tokenizer != mine:
+        world.say(
+            f"警告：权重是用另一个分词器训练的（{start.tokenizer[:12]}…，数据的是 {mine[:12]}…），"
+            "词表一样大，同一个 id 却是另一个词；请用原来的分词器准备 --data。", error=True,
         )  # fmt: skip

@@ -196,9 +196,11 @@ class Interruption:
     （torchrun 会再转发一次，所以第二次也不能当作「立即退出」）。用作上下文管理器。
     """
 
-    def __init__(self, world: World, time_limit: float = 0.0) -> None:
+    def __init__(self, world: World, time_limit: float = 0.0, *, spent: float = 0.0) -> None:
+        """`time_limit` 分钟之后停，0 表示不限；`spent` 是这次启动此前已经用掉的秒数。"""
         self.world, self.reason = world, ""
-        self.deadline = time.monotonic() + 60 * time_limit if time_limit else float("inf")
+        limit = 60 * time_limit - spent if time_limit else float("inf")
+        self.deadline = time.monotonic() + limit
 
     def __enter__(self) -> "Interruption":
         self.previous = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
