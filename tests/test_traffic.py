@@ -21,9 +21,9 @@ def every_kind(me: World) -> dict[str, list[dict]]:
     right, left = (me.rank + 1) % me.size, (me.rank - 1) % me.size
     with Traffic() as native:
         dist.all_reduce(x)
-        dist.all_gather_into_tensor(torch.empty(N), part)
+        dist.all_gather_single(torch.empty(N), part)
         dist.all_gather([torch.empty_like(part) for _ in range(me.size)], part)
-        dist.reduce_scatter_tensor(part, x)
+        dist.reduce_scatter_single(part, x)
         dist.all_to_all_single(torch.empty(N), x)
         dist.broadcast(x, src=0)
         exchange = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, x.clone(), left)]
