@@ -663,20 +663,13 @@ def main(options: Options) -> None:
             equivalence(config, batches, o, me))  # fmt: skip
 
 
-class Whole(str):
-    """`print_table` 用的格式：整数，千分号；没有公式的格子（NaN）留空。"""
-
-    def format(self, value: float) -> str:
-        return "" if math.isnan(value) else f"{value:,.0f}"
-
-
 COUNTS = ("rest", "rest_formula", "peak", "peak_formula", "payload", "payload_formula", "sent",
           "kept", "kept_formula", "flops", "flops_formula", "tokens", "GB_per_s")  # fmt: skip
 NORMS = ("embed_item", "embed_full", "clip_item", "clip_full", "one_process")
 FORMATS = {
     "loss_diff": "{:.1e}", "gradient": "{:.1e}", "param_moved": "{:.3f}", "param_diff": "{:.1e}",
     "volume": "{:.3f}", "ms": "{:.1f}", "ratio": "{:.2f}", "clipped_diff": "{:.1e}",
-} | dict.fromkeys(COUNTS, Whole()) | dict.fromkeys(NORMS, "{:.5f}")  # fmt: skip
+} | dict.fromkeys(COUNTS, "{:,.0f}") | dict.fromkeys(NORMS, "{:.5f}")  # fmt: skip
 
 
 if __name__ == "__main__":
