@@ -178,7 +178,7 @@ def test_hidden_tokens_do_not_depend_on_the_model():
 
 
 def test_item_of_a_sharded_norm_is_too_small(seen):
-    """梯度的 `.norm().item()` 只是分片的，约是全局的 1/√W，平方和才对（pytorch #170862）。"""
+    """梯度的 `.norm().item()` 只是分片的：平方和才对，方均根是 1/√W（pytorch #170862）。"""
     rows, ranks = seen["clip"], seen["ranks"]
     whole = rows[0]["embed_full"]
     assert math.isclose(math.sqrt(sum(r["embed_item"] ** 2 for r in rows)), whole, rel_tol=1e-5)
