@@ -81,8 +81,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         B, T, _ = x.shape
-        head_dim = self.config.d_model // self.config.n_head
-        qkv = self.qkv(x).view(B, T, 3, -1, head_dim)  # −1：手里有几个头（张量并行时只有一部分）
+        qkv = self.qkv(x).view(B, T, 3, -1, self.config.d_model // self.config.n_head)  # −1：头数
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 各 (B, H, T, head_dim)
         q, k = rotate(q, rope), rotate(k, rope)
         mode = self.config.attention

@@ -123,7 +123,7 @@ def seen(request) -> dict:
 
 @pytest.fixture(scope="module")
 def odd() -> dict:
-    return run_ranks(odd_cases, 2)[0]
+    return run_ranks(odd_cases, 2, timeout=400)[0]
 
 
 # ---------------------------------------------------------------- 与一个进程相同
