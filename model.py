@@ -80,8 +80,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        B, T, C = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.config.n_head, -1)
+        B, T, _ = x.shape
+        qkv = self.qkv(x).view(B, T, 3, -1, self.config.d_model // self.config.n_head)  # −1：头数
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 各 (B, H, T, head_dim)
         q, k = rotate(q, rope), rotate(k, rope)
         mode = self.config.attention
@@ -89,7 +89,7 @@ class Attention(nn.Module):
             y = explicit_attention(q, k, v)
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(B, T, C))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):

@@ -83,7 +83,7 @@ def print_table(rows: pd.DataFrame | list[dict], formats: Mapping[str, str] | No
     table = pd.DataFrame(rows)
     formatters = {name: spec.format for name, spec in (formats or {}).items() if name in table}
     with pd.option_context("display.unicode.east_asian_width", True):  # 汉字占两格
-        print(table.to_string(index=False, formatters=formatters))
+        print(table.to_string(index=False, formatters=formatters, na_rep=""))
 
 
 def publish(
