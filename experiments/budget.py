@@ -3,7 +3,7 @@
     python experiments/budget.py                                       # 三个规模的一张表
     python experiments/budget.py plan --params 1.3e9 --gpus 8 --device h100
     python experiments/budget.py published                             # 公式与公开记录对照
-    python experiments/budget.py memory --model 1.3b --micro-batch 8   # 各策略的每卡显存
+    python experiments/budget.py memory --model 1.3b --micro-batch 8   # DDP 与 FSDP 的每卡显存
     python experiments/budget.py count --model llama3-8b               # 参数、FLOPs、KV 缓存
     python experiments/budget.py optimal --money 1000                  # 一笔钱最该训多大的模型
 """
@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from experiments.plan import memory, planning, published
 from experiments.plan.architecture import (
     Architecture,
     BudgetError,
+    check_positions,
     executed_flops_per_token,
     flops_per_token,
     from_config_json,
@@ -36,7 +38,7 @@ from experiments.plan.planning import (
 from experiments.plan.report import report
 
 PEAK_H100, MFU = 989e12, 0.4
-STATE_BYTES = 16  # 每参数：bf16 权重 2 + 梯度 2 + fp32 主权重 4 + Adam 两个矩 8
+STATE_BYTES = 16  # 每参数：fp32 权重 4 + 梯度 4 + Adam 两个矩 8；ZeRO 论文的账是 2 + 2 + 12
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,14 @@ class PlanOptions:
     """预期的 MFU（0 到 1）"""
     tokens: float | None = None
     """训练的 token 数（个）；缺省每参数 20 个"""
-    seq_len: int = 2048
-    """序列长度（token）"""
+    seq_len: int | None = None
+    """序列长度（token）；缺省 2048，位置表更短的模型取它的行数"""
     global_batch: int | None = None
-    """一次更新的 token 数；缺省随规模取 0.5–4 M"""
+    """一次更新的 token 数，要是卡数 × 序列长度的整数倍；缺省随规模取 0.5–4 M"""
+    gpus_per_node: int = planning.GPUS_PER_NODE
+    """一台机器几张卡（张）；多于一台时卡数要是它的整数倍"""
+    data: str = ""
+    """训练数据（tokens.pt 的路径），写进配置"""
     price: float | None = None
     """单价（美元/卡时）；缺省用设备表的参考价"""
     vocab_size: int | None = None
@@ -173,7 +179,7 @@ class PublishedOptions:
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """各策略的每卡显存。"""
+    """DDP 与 FSDP 的每卡显存。"""
 
     model: str = "1.3b"
     """预设的名字"""
@@ -219,7 +225,15 @@ def chosen_architecture(model: str, config_json: str) -> Architecture | None:
         raise BudgetError("--model 与 --config-json 只能给一个。")
     if model:
         return preset(model)
-    return from_config_json(config_json) if config_json else None
+    return from_config_json(user_path(config_json)) if config_json else None
+
+
+def user_path(text: str) -> str:
+    """命令行里的路径：开头的 ~ 换成家目录（`--out=~/x` 时 shell 不会替我们换）。"""
+    try:
+        return str(Path(text).expanduser())
+    except RuntimeError as error:
+        raise BudgetError(f"{text}：不知道 ~ 指哪里（{error}）；请写完整的路径。") from error
 
 
 def request_of(options: PlanOptions) -> Request:
@@ -231,14 +245,20 @@ def request_of(options: PlanOptions) -> Request:
         raise BudgetError("--params 与 --model、--config-json 只能给一个。")
     params = float(arch.params()) if arch else options.params
     planning.require("params（参数量）", params, 1e6, 1e13)
+    planning.require("gpus（卡数）", options.gpus, 1, 1e6)
+    planning.require("gpus_per_node（每台的卡数）", options.gpus_per_node, 1, 1024)
+    planning.nodes_of(options.gpus, options.gpus_per_node)
+    shortest = arch.seq_len if arch and arch.learned_positions else 2048
     if options.tokens is not None:
         planning.require("tokens（训练 token 数）", options.tokens, 1e4, 1e16)
     return Request(
         params, options.device, options.gpus, options.mfu,
         planning.TOKENS_PER_PARAM if options.tokens is None else options.tokens / params,
-        options.seq_len, options.global_batch, options.memory_gb, options.price,
+        min(2048, shortest) if options.seq_len is None else options.seq_len,
+        options.global_batch, options.memory_gb, options.price,
         arch.vocab_size if arch else options.vocab_size,
         "eager" if options.eager else "compiled", arch,
+        user_path(options.data) if options.data else "",
     )
 
 
@@ -259,13 +279,18 @@ def run_plan(options: PlanOptions) -> None:
     if reason := planning.cannot_launch(plan):
         print(f"\n没有写配置：{reason}。")
         return
-    name, text = options.out or "runs/plan.toml", planning.config_toml(plan)
+    launch_id = planning.new_launch_id()
+    name = user_path(options.out) if options.out else f"runs/{launch_id}.toml"
+    text = planning.config_toml(plan, launch_id)
     if options.out:
-        write_text(options.out, text)
-        print(f"\n已写 {options.out}。启动：")
+        write_text(name, text)
+        print(f"\n已写 {name}。启动：")
     else:
         print(f"\n配置（用 --out FILE 写成文件）：\n\n{text}\n存为 {name} 后启动：")
-    print(f"  {planning.launch_command(plan.request.gpus, name)}")
+    gpus, per_node = plan.request.gpus, options.gpus_per_node
+    print(f"  {planning.launch_command(gpus, name, launch_id, per_node)}")
+    if planning.nodes_of(gpus, per_node)[0] > 1:
+        print("  （每台机器各运行一次。再启动一次新的训练，要换一个 --rdzv-id 与 out_dir。）")
 
 
 def write_text(path: str, text: str) -> None:
@@ -299,7 +324,7 @@ def run_published(_: PublishedOptions) -> None:
 def memory_rows(
     arch: Architecture, micro_batch: int, gpus: int, execution: str
 ) -> list[tuple[str, memory.Memory]]:
-    """四种策略 × 重算与否的每卡显存。"""
+    """两种策略 × 重算与否的每卡显存。"""
     return [
         (
             planning.STRATEGY_NAMES[strategy] + (" + 重算" if checkpoint else ""),
@@ -332,6 +357,7 @@ def run_count(options: CountOptions) -> None:
         raise BudgetError("要给出模型：--model 1.3b，或 --config-json 路径。")
     length = options.seq_len or arch.seq_len
     planning.require("seq_len（序列长度）", length, 1, 2**24)
+    check_positions(arch, length)
     print(f"参数            {arch.params():,}（矩阵乘法里的 {arch.matmul_params():,}）")
     print(f"训练 FLOPs      {flops_per_token(arch, length):,} 每 token（6N + 12LTd，T = {length}）")
     print(f"逐个乘法数出    {executed_flops_per_token(arch, length):,}；整层重算时 "
@@ -360,8 +386,16 @@ def run_optimal(options: OptimalOptions) -> None:
     ])
 
 
+def print_in_any_encoding() -> None:
+    """stdout 的编码写不出某个字（gbk 没有「⁻」，latin-1 没有汉字）时印成「?」，不中断。"""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
 def command_line() -> None:
     """没有参数时打印入门表；否则由 tyro 解析子命令。使用者的错误只说一句，退出码 2。"""
+    print_in_any_encoding()
     if len(sys.argv) == 1:
         print_table()
         return

@@ -45,11 +45,10 @@ def cases(count: int, seed: int) -> list[tuple[dict, dict]]:
             "seqLen": draw.choice([512, 1024, 2048, 4096, 8192, 32768]),
             "price": draw.choice([None, 0, 2.5, 1.99]), "eager": draw.random() < 0.3,
             "memoryGb": draw.choice([None, None, 40, 96]),
-            "globalBatch": draw.choice([None, None, 300_000, 2**23]),
         }
         request = Request(
             r["params"], r["device"], r["gpus"], r["mfu"], r["tokensPerParam"], r["seqLen"],
-            r["globalBatch"], r["memoryGb"], price_per_hour=r["price"],
+            memory_gb=r["memoryGb"], price_per_hour=r["price"],
             execution="eager" if r["eager"] else "compiled",
         )
         pairs.append((r, answer(request)))
@@ -125,6 +124,42 @@ def test_calculator_equals_budget_in_chromium(browser):
         json.dumps(pairs),  # WebDriver 会改动对象里键的次序，所以传文本
     )
     assert wrong == []
+
+
+CONTRAST = """
+document.documentElement.dataset.theme = arguments[0];
+const light = (text) => {
+  const [r, g, b] = text.match(/[\\d.]+/g).map(Number).map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const behind = (e) => {
+  while (e && /rgba\\(.*, 0\\)|transparent/.test(getComputedStyle(e).backgroundColor))
+    e = e.parentElement;
+  return e ? getComputedStyle(e).backgroundColor : "rgb(255, 255, 255)";
+};
+return [...document.querySelectorAll("form.budget, input[type=text], select, dd, .total")]
+  .map((e) => {
+    const [a, b] = [light(getComputedStyle(e).color), light(behind(e))].sort((x, y) => y - x);
+    return [e.dataset.field || e.className || e.tagName, (a + 0.05) / (b + 0.05)];
+  });
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_calculator_is_readable_in_both_themes(browser, theme):
+    """深色与浅色下，每个输入框、每行文字与它的底色对比度都不小于 4.5（曾是深色压深色）。"""
+    try:  # 主题给输出单元格的浅底深字，深色模式下也在
+        browser.execute_script("document.body.style = 'color:#222832;background:#bbb'")
+        found = browser.execute_script(CONTRAST, theme)
+    finally:
+        browser.execute_script("delete document.documentElement.dataset.theme")
+        browser.execute_script("document.body.style = ''")
+    assert len(found) > 10
+    poor = {name: round(ratio, 1) for name, ratio in found if ratio < 4.5}
+    assert not poor, poor
 
 
 @pytest.mark.slow
