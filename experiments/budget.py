@@ -26,6 +26,7 @@ from experiments.plan.architecture import (
     kv_cache_bytes,
     preset,
 )
+from experiments.plan.layouts import layout_for
 from experiments.plan.number_text import readable
 from experiments.plan.planning import (
     Plan,
@@ -274,8 +275,17 @@ def print_plan(plan: Plan) -> None:
 
 def run_plan(options: PlanOptions) -> None:
     """排计划、打印；能直接开跑时写出配置文件与启动命令。"""
-    plan = make_plan(request_of(options))
+    request = request_of(options)
+    try:
+        plan = make_plan(request)
+    except BudgetError as error:
+        raise BudgetError(f"{error}{other_way(request)}") from error
     print_plan(plan)
+    if plan.strategy != "ddp" or plan.checkpoint:
+        try:
+            print(f"布局    {layout_for(request)}")
+        except BudgetError as error:
+            print(f"布局    没有：{error}")
     if reason := planning.cannot_launch(plan):
         print(f"\n没有写配置：{reason}。")
         return
@@ -291,6 +301,14 @@ def run_plan(options: PlanOptions) -> None:
     print(f"  {planning.launch_command(gpus, name, launch_id, per_node)}")
     if planning.nodes_of(gpus, per_node)[0] > 1:
         print("  （每台机器各运行一次。再启动一次新的训练，要换一个 --rdzv-id 与 out_dir。）")
+
+
+def other_way(request: Request) -> str:
+    """只用 FSDP 放不下时，再切张量与流水线放不放得下；放得下就给出布局，否则是空串。"""
+    try:
+        return f"也切张量与流水线就放得下：{layout_for(request)}。"
+    except BudgetError:
+        return ""
 
 
 def write_text(path: str, text: str) -> None:
