@@ -6,6 +6,7 @@
     python experiments/budget.py memory --model 1.3b --micro-batch 8   # DDP 与 FSDP 的每卡显存
     python experiments/budget.py count --model llama3-8b               # 参数、FLOPs、KV 缓存
     python experiments/budget.py optimal --money 1000                  # 一笔钱最该训多大的模型
+    python experiments/budget.py scale                                 # 步时模型：8 到 10 万张卡
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from experiments.plan import memory, planning, published
+from experiments.plan import failures, layouts, memory, planning, published, step_time
 from experiments.plan.architecture import (
     Architecture,
     BudgetError,
@@ -27,7 +29,7 @@ from experiments.plan.architecture import (
     preset,
 )
 from experiments.plan.layouts import layout_for
-from experiments.plan.number_text import readable
+from experiments.plan.number_text import duration, readable
 from experiments.plan.planning import (
     Plan,
     Request,
@@ -220,6 +222,14 @@ class OptimalOptions:
     """预期的 MFU（0 到 1）"""
 
 
+@dataclass(frozen=True)
+class ScaleOptions:
+    """步时模型与公开配置对照；1B 到 1T 在 8 到 10 万张 H100 上最快的布局；多久存一次检查点。"""
+
+    section: Literal["all", "check", "layouts", "failures"] = "all"
+    """印哪一节：对照、布局、中断，或全部"""
+
+
 def chosen_architecture(model: str, config_json: str) -> Architecture | None:
     """由预设名或 config.json 得到形状；两个都没给时返回 None。"""
     if model and config_json:
@@ -404,6 +414,58 @@ def run_optimal(options: OptimalOptions) -> None:
     ])
 
 
+def print_check() -> None:
+    """预测与发布的利用率。"""
+    rows = []
+    for row in step_time.CONFIGURATIONS:
+        step = row.step
+        shares = [f"{100 * part / step.total:.1f}" for part in (step.tensor, step.bubble)]
+        gap = f"{row.predicted - row.published:+.1f}"
+        rows.append((row.name, f"{row.published:.1f}", f"{row.predicted:.1f}", gap, *shares))
+    print_rows(("配置", "发布 %", "预测 %", "差", "其中 TP 通信 %", "气泡 %"), rows)
+    print(f"平均绝对误差 {step_time.mean_error():.1f} 个百分点")
+
+
+def print_layouts() -> None:
+    """每个模型、每种卡数的最快布局，或放不下的理由。"""
+    title = ("模型", "GPU", "GB/卡", "秒/步", "MFU %", "读完 20N", "布局")
+    rows = []
+    for cell in layouts.table():
+        if cell.choice is None:
+            rows.append((cell.model, f"{cell.gpus:,}", "", "", "", "", cell.refusal))
+            continue
+        c = cell.choice
+        rows.append((
+            cell.model, f"{cell.gpus:,}", f"{c.memory:.0f}", f"{c.step.total:.2f}",
+            f"{c.mfu():.0f}",
+            duration(24 * c.days(planning.TOKENS_PER_PARAM * c.arch.params())).split("（")[0],
+            c.describe(),
+        ))
+    print_rows(title, rows, notes=True)
+
+
+def print_failures() -> None:
+    """每种规模每天坏几次，多久存一次检查点。"""
+    title = ("模型", "GPU", "次/天", "平均几小时坏一次", "存一次 s", "最佳间隔 min", "白费 %")
+    print_rows(title, [
+        (
+            name, f"{u.gpus:,}", f"{u.per_day:.2f}", f"{u.mtbf / 3600:,.1f}", f"{u.save:.1f}",
+            f"{u.interval / 60:.1f}", f"{100 * u.lost:.1f}",
+        )
+        for name, u in failures.table()
+    ])
+
+
+def run_scale(options: ScaleOptions) -> None:
+    """按节打印。"""
+    sections = {"check": print_check, "layouts": print_layouts, "failures": print_failures}
+    for number, (name, show) in enumerate(sections.items()):
+        if options.section in ("all", name):
+            if number and options.section == "all":
+                print()
+            show()
+
+
 def print_in_any_encoding() -> None:
     """stdout 的编码写不出某个字（gbk 没有「⁻」，latin-1 没有汉字）时印成「?」，不中断。"""
     for stream in (sys.stdout, sys.stderr):
@@ -422,7 +484,7 @@ def command_line() -> None:
     commands = {
         "plan": (PlanOptions, run_plan), "published": (PublishedOptions, run_published),
         "memory": (MemoryOptions, run_memory), "count": (CountOptions, run_count),
-        "optimal": (OptimalOptions, run_optimal),
+        "optimal": (OptimalOptions, run_optimal), "scale": (ScaleOptions, run_scale),
     }
     options = tyro.extras.subcommand_cli_from_dict(
         {name: kind for name, (kind, _) in commands.items()}, description=__doc__

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from experiments.plan.architecture import BudgetError
+from experiments.plan.layouts import MODELS
 
 INTERRUPTIONS, DAYS, GPUS = 419, 54, 16_384  # 公开的：计划外的中断、天数、卡数
 EFFECTIVE = 0.90  # 同一处：有效训练时间「超过 90 %」
@@ -54,6 +55,14 @@ def upkeep(params: float, gpus: int, gpus_per_node: int = 8) -> Upkeep:
     save = CHECKPOINT_BYTES * params / min(STORAGE, nodes * WRITE_PER_NODE)
     interval = best_interval(save, mtbf)
     return Upkeep(gpus, RATE * gpus, mtbf, save, interval, lost_share(interval, save, mtbf))
+
+
+SCALES = (("7B", 64), ("70B", 512), ("70B", 4096), ("405B", 16_384), ("1T", 100_000))
+
+
+def table() -> list[tuple[str, Upkeep]]:
+    """几种规模的养护账，模型的形状与 `layouts.MODELS` 相同。"""
+    return [(name, upkeep(MODELS[name][0].params(), gpus)) for name, gpus in SCALES]
 
 
 def most_lost_per_interruption() -> float:

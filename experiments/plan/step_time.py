@@ -322,6 +322,41 @@ def useful_flops(
     return passes * arch.n_layer * layer + 6 * arch.vocab_size * arch.d_model
 
 
+@dataclass(frozen=True)
+class AxisCost:
+    """一个轴一步的通信：每张卡收发的字节，整条走 NVLink 或整条走网卡各要几秒（都不算重叠）。"""
+
+    axis: str
+    what: str
+    calls: int
+    volume: float
+    inside: float
+    across: float
+
+
+def axis_costs(
+    arch: Architecture, layout: Layout, chip: Chip, sequences: int, seq_len: int
+) -> list[AxisCost]:
+    """TP、PP、DP 各要多少带宽：决定哪个轴留在机器里。"""
+    micro = micro_batches(arch, layout, sequences, seq_len)
+    tokens = layout.micro_batch * seq_len
+    layers = ceil(arch.n_layer / layout.pp)
+    inside, across = chip.achieved * chip.nvlink, chip.achieved * chip.network
+    rows = []
+
+    def add(axis: str, what: str, calls: int, one: float, hops: int) -> None:
+        seconds = [calls * (one / bandwidth + hops * latency) for bandwidth, latency in
+                   ((inside, LATENCY_NODE), (across, LATENCY_NETWORK))]  # fmt: skip
+        rows.append(AxisCost(axis, what, calls, calls * one, *seconds))
+
+    n, activation = layout.tp, 2.0 * tokens * arch.d_model
+    add("TP", "每层四次激活求和", 4 * layers * micro, 2 * (n - 1) / n * activation, 2 * (n - 1))
+    add("PP", "段间的激活与梯度", 2 * layout.virtual * micro, activation / n, 1)
+    params, d = arch.params() / (layout.tp * layout.pp), layout.dp
+    add("DP", "集齐权重、归约梯度", 2, 3 * (d - 1) / d * params, d - 1)
+    return rows
+
+
 # ---------------------------------------------------------------- 与公开的配置对照
 
 
