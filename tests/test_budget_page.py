@@ -11,8 +11,9 @@ import pytest
 
 from experiments.lab.devices import DEVICES
 from experiments.plan import number_text
-from experiments.plan.planning import Request
-from experiments.plan.report import answer
+from experiments.plan.memory import LEDGERS
+from experiments.plan.planning import Request, make_plan
+from experiments.plan.report import COMPARED, answer
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = ROOT / "book"
@@ -53,6 +54,39 @@ def cases(count: int, seed: int) -> list[tuple[dict, dict]]:
         )
         pairs.append((r, answer(request)))
     return pairs
+
+
+PAGE = (BOOK / "budget.md").read_text(encoding="utf-8")
+
+
+def test_the_spoken_plan_has_five_steps_with_the_right_numbers():
+    """「怎么讲清楚」里的五步齐全，算力、小时、状态、batch 都是 1B、8 张 H100 的计划给出的数。"""
+    spoken = PAGE.split("(budget-explain)=")[1].split("(budget-exercises)=")[0]
+    assert all(f"**{n}，" in spoken for n in "一二三四五"), spoken
+    plan = make_plan(Request(1e9))
+    assert f"{plan.flops / 1e20:.1f}" == "1.2" and "1.2\\times10^{20}" in spoken
+    assert f"约 {plan.cost.hours:.1f} 小时" in spoken and "16 GB" in spoken
+    assert f"{plan.memory.states:.0f}" == "16" and "两百万 token" in spoken
+    assert plan.global_batch == 2_097_152 and plan.strategy == "ddp"
+
+
+def test_the_page_says_what_its_numbers_rest_on():
+    """两本 16 字节的账都写明；放法的条数与计算器相同；MFU 的分母与不写配置的计划都说了。"""
+    assert all(" + ".join(map(str, ledger)) in PAGE for ledger in LEDGERS.values())
+    assert len(COMPARED) == 4 and "下面四条" in PAGE and "各四条横条" in PAGE
+    assert "不论 `--dtype` 是什么，分母都是 bf16 的峰值" in PAGE and "**不写配置**" in PAGE
+    for chapter in ("fsdp", "tensor_parallel", "pipeline_parallel", "mesh"):
+        assert f"<{chapter}>`" in PAGE, chapter
+
+
+def test_the_meter_divides_by_the_bf16_peak_whatever_the_dtype():
+    """日志里 MFU 的分母只由设备表与 --peak-flops 定，与 --dtype 无关，选项的说明里写着。"""
+    import inspect
+
+    from experiments.loop import meter, options
+
+    assert "dtype" not in inspect.getsource(meter.Meter)
+    assert "稠密 bf16，与 dtype 无关" in inspect.getsource(options.Options)
 
 
 def in_node(script: str) -> str:
