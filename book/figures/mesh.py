@@ -27,10 +27,9 @@ def grid_picture() -> Figure:
                   both=True)  # fmt: skip
         for tp in range(2):
             arrow(ax, (x0 + 2.9, 4.55 - 2.4 * tp), (x0 + 4.0, 4.55 - 2.4 * tp), role="compute")
-    for lane, y in enumerate((4.3, 1.9)):
-        arrow(ax, (6.7, y), (8.5, y), role="data", both=True, dashed=True)
-        arrow(ax, (2.0, 5.2 - 3.7 * lane), (9.7, 5.2 - 3.7 * lane), role="data", both=True,
-              dashed=True, bend=-0.16 if lane == 0 else 0.16)  # fmt: skip
+    for x in (2.0, 5.5):  # 两台机器里位置相同的一对
+        for y, bend in ((5.2, -0.14), (1.5, 0.14)):
+            arrow(ax, (x, y), (x + 7.7, y), role="data", both=True, dashed=True, bend=bend)
     for x, (role, text) in zip((1.1, 5.9, 10.4), (
         ("comm", "TP：机内，每层四次"), ("compute", "PP：前后相邻的两段"),
         ("data", "DP：跨机，每步一次"),
@@ -66,9 +65,9 @@ GROUPS = {
 
 
 def predicted_and_published() -> Figure:
-    """左：十三个配置预测与发布的利用率；右：预测的一步花在哪里。"""
+    """上：十三个配置预测与发布的利用率；下：预测的一步花在哪里。"""
     use_style()
-    fig, (left, right) = plt.subplots(1, 2, figsize=(10.4, 5.0), sharey=True)
+    fig, (left, right) = plt.subplots(2, 1, figsize=(7.2, 9.0))
     rows = CONFIGURATIONS[::-1]
     y = np.arange(len(rows))
     for at, row in zip(y, rows, strict=True):
@@ -77,7 +76,7 @@ def predicted_and_published() -> Figure:
     left.plot([r.predicted for r in rows], y, "D", color=CYCLE[1], label="预测的")
     left.set_yticks(y, [row.name for row in rows])
     left.set(xlabel="利用率（%）", xlim=(30, 65))
-    left.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=9.5)
+    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize=9.5)
     start = np.zeros(len(rows))
     for color, (label, names) in zip(CYCLE, GROUPS.items(), strict=True):
         share = np.array([
@@ -85,6 +84,7 @@ def predicted_and_published() -> Figure:
         ])
         right.barh(y, share, left=start, color=color, label=label)
         start += share
+    right.set_yticks(y, [row.name for row in rows])
     right.set(xlabel="占预测的一步（%）", xlim=(0, 100))
     right.grid(axis="y", visible=False)
     right.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, fontsize=9.5)
