@@ -3,9 +3,10 @@
     python experiments/budget.py                                       # 三个规模的一张表
     python experiments/budget.py plan --params 1.3e9 --gpus 8 --device h100
     python experiments/budget.py published                             # 公式与公开记录对照
-    python experiments/budget.py memory --model 1.3b --micro-batch 8   # 各策略的每卡显存
+    python experiments/budget.py memory --model 1.3b --micro-batch 8   # DDP 与 FSDP 的每卡显存
     python experiments/budget.py count --model llama3-8b               # 参数、FLOPs、KV 缓存
     python experiments/budget.py optimal --money 1000                  # 一笔钱最该训多大的模型
+    python experiments/budget.py scale                                 # 步时模型：8 到 10 万张卡
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
-from experiments.plan import memory, planning, published
+from experiments.plan import failures, layouts, memory, planning, published, step_time
 from experiments.plan.architecture import (
     Architecture,
     BudgetError,
+    check_positions,
     executed_flops_per_token,
     flops_per_token,
     from_config_json,
     kv_cache_bytes,
     preset,
 )
-from experiments.plan.number_text import readable
+from experiments.plan.layouts import layout_for
+from experiments.plan.number_text import duration, readable
 from experiments.plan.planning import (
     Plan,
     Request,
@@ -36,7 +41,7 @@ from experiments.plan.planning import (
 from experiments.plan.report import report
 
 PEAK_H100, MFU = 989e12, 0.4
-STATE_BYTES = 16  # 每参数：bf16 权重 2 + 梯度 2 + fp32 主权重 4 + Adam 两个矩 8
+STATE_BYTES = 16  # 每参数：fp32 权重 4 + 梯度 4 + Adam 两个矩 8；ZeRO 论文的账是 2 + 2 + 12
 
 
 @dataclass(frozen=True)
@@ -152,10 +157,14 @@ class PlanOptions:
     """预期的 MFU（0 到 1）"""
     tokens: float | None = None
     """训练的 token 数（个）；缺省每参数 20 个"""
-    seq_len: int = 2048
-    """序列长度（token）"""
+    seq_len: int | None = None
+    """序列长度（token）；缺省 2048，位置表更短的模型取它的行数"""
     global_batch: int | None = None
-    """一次更新的 token 数；缺省随规模取 0.5–4 M"""
+    """一次更新的 token 数，要是卡数 × 序列长度的整数倍；缺省随规模取 0.5–4 M"""
+    gpus_per_node: int = planning.GPUS_PER_NODE
+    """一台机器几张卡（张）；多于一台时卡数要是它的整数倍"""
+    data: str = ""
+    """训练数据（tokens.pt 的路径），写进配置"""
     price: float | None = None
     """单价（美元/卡时）；缺省用设备表的参考价"""
     vocab_size: int | None = None
@@ -173,7 +182,7 @@ class PublishedOptions:
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """各策略的每卡显存。"""
+    """DDP 与 FSDP 的每卡显存。"""
 
     model: str = "1.3b"
     """预设的名字"""
@@ -213,13 +222,29 @@ class OptimalOptions:
     """预期的 MFU（0 到 1）"""
 
 
+@dataclass(frozen=True)
+class ScaleOptions:
+    """步时模型与公开配置对照；1B 到 1T 在 8 到 10 万张 H100 上最快的布局；多久存一次检查点。"""
+
+    section: Literal["all", "check", "layouts", "failures"] = "all"
+    """印哪一节：对照、布局、中断，或全部"""
+
+
 def chosen_architecture(model: str, config_json: str) -> Architecture | None:
     """由预设名或 config.json 得到形状；两个都没给时返回 None。"""
     if model and config_json:
         raise BudgetError("--model 与 --config-json 只能给一个。")
     if model:
         return preset(model)
-    return from_config_json(config_json) if config_json else None
+    return from_config_json(user_path(config_json)) if config_json else None
+
+
+def user_path(text: str) -> str:
+    """命令行里的路径：开头的 ~ 换成家目录（`--out=~/x` 时 shell 不会替我们换）。"""
+    try:
+        return str(Path(text).expanduser())
+    except RuntimeError as error:
+        raise BudgetError(f"{text}：不知道 ~ 指哪里（{error}）；请写完整的路径。") from error
 
 
 def request_of(options: PlanOptions) -> Request:
@@ -231,14 +256,20 @@ def request_of(options: PlanOptions) -> Request:
         raise BudgetError("--params 与 --model、--config-json 只能给一个。")
     params = float(arch.params()) if arch else options.params
     planning.require("params（参数量）", params, 1e6, 1e13)
+    planning.require("gpus（卡数）", options.gpus, 1, 1e6)
+    planning.require("gpus_per_node（每台的卡数）", options.gpus_per_node, 1, 1024)
+    planning.nodes_of(options.gpus, options.gpus_per_node)
+    shortest = arch.seq_len if arch and arch.learned_positions else 2048
     if options.tokens is not None:
         planning.require("tokens（训练 token 数）", options.tokens, 1e4, 1e16)
     return Request(
         params, options.device, options.gpus, options.mfu,
         planning.TOKENS_PER_PARAM if options.tokens is None else options.tokens / params,
-        options.seq_len, options.global_batch, options.memory_gb, options.price,
+        min(2048, shortest) if options.seq_len is None else options.seq_len,
+        options.global_batch, options.memory_gb, options.price,
         arch.vocab_size if arch else options.vocab_size,
         "eager" if options.eager else "compiled", arch,
+        user_path(options.data) if options.data else "",
     )
 
 
@@ -254,18 +285,40 @@ def print_plan(plan: Plan) -> None:
 
 def run_plan(options: PlanOptions) -> None:
     """排计划、打印；能直接开跑时写出配置文件与启动命令。"""
-    plan = make_plan(request_of(options))
+    request = request_of(options)
+    try:
+        plan = make_plan(request)
+    except BudgetError as error:
+        raise BudgetError(f"{error}{other_way(request)}") from error
     print_plan(plan)
+    if plan.strategy != "ddp" or plan.checkpoint:
+        try:
+            print(f"布局    {layout_for(request)}")
+        except BudgetError as error:
+            print(f"布局    没有：{error}")
     if reason := planning.cannot_launch(plan):
         print(f"\n没有写配置：{reason}。")
         return
-    name, text = options.out or "runs/plan.toml", planning.config_toml(plan)
+    launch_id = planning.new_launch_id()
+    name = user_path(options.out) if options.out else f"runs/{launch_id}.toml"
+    text = planning.config_toml(plan, launch_id)
     if options.out:
-        write_text(options.out, text)
-        print(f"\n已写 {options.out}。启动：")
+        write_text(name, text)
+        print(f"\n已写 {name}。启动：")
     else:
         print(f"\n配置（用 --out FILE 写成文件）：\n\n{text}\n存为 {name} 后启动：")
-    print(f"  {planning.launch_command(plan.request.gpus, name)}")
+    gpus, per_node = plan.request.gpus, options.gpus_per_node
+    print(f"  {planning.launch_command(gpus, name, launch_id, per_node)}")
+    if planning.nodes_of(gpus, per_node)[0] > 1:
+        print("  （每台机器各运行一次。再启动一次新的训练，要换一个 --rdzv-id 与 out_dir。）")
+
+
+def other_way(request: Request) -> str:
+    """只用 FSDP 放不下时，再切张量与流水线放不放得下；放得下就给出布局，否则是空串。"""
+    try:
+        return f"也切张量与流水线就放得下：{layout_for(request)}。"
+    except BudgetError:
+        return ""
 
 
 def write_text(path: str, text: str) -> None:
@@ -299,7 +352,7 @@ def run_published(_: PublishedOptions) -> None:
 def memory_rows(
     arch: Architecture, micro_batch: int, gpus: int, execution: str
 ) -> list[tuple[str, memory.Memory]]:
-    """四种策略 × 重算与否的每卡显存。"""
+    """两种策略 × 重算与否的每卡显存。"""
     return [
         (
             planning.STRATEGY_NAMES[strategy] + (" + 重算" if checkpoint else ""),
@@ -332,6 +385,7 @@ def run_count(options: CountOptions) -> None:
         raise BudgetError("要给出模型：--model 1.3b，或 --config-json 路径。")
     length = options.seq_len or arch.seq_len
     planning.require("seq_len（序列长度）", length, 1, 2**24)
+    check_positions(arch, length)
     print(f"参数            {arch.params():,}（矩阵乘法里的 {arch.matmul_params():,}）")
     print(f"训练 FLOPs      {flops_per_token(arch, length):,} 每 token（6N + 12LTd，T = {length}）")
     print(f"逐个乘法数出    {executed_flops_per_token(arch, length):,}；整层重算时 "
@@ -360,8 +414,68 @@ def run_optimal(options: OptimalOptions) -> None:
     ])
 
 
+def print_check() -> None:
+    """预测与发布的利用率。"""
+    rows = []
+    for row in step_time.CONFIGURATIONS:
+        step = row.step
+        shares = [f"{100 * part / step.total:.1f}" for part in (step.tensor, step.bubble)]
+        gap = f"{row.predicted - row.published:+.1f}"
+        rows.append((row.name, f"{row.published:.1f}", f"{row.predicted:.1f}", gap, *shares))
+    print_rows(("配置", "发布 %", "预测 %", "差", "其中 TP 通信 %", "气泡 %"), rows)
+    print(f"平均绝对误差 {step_time.mean_error():.1f} 个百分点")
+
+
+def print_layouts() -> None:
+    """每个模型、每种卡数的最快布局，或放不下的理由。"""
+    title = ("模型", "GPU", "GB/卡", "秒/步", "MFU %", "读完 20N", "布局")
+    rows = []
+    for cell in layouts.table():
+        if cell.choice is None:
+            rows.append((cell.model, f"{cell.gpus:,}", "", "", "", "", cell.refusal))
+            continue
+        c = cell.choice
+        rows.append((
+            cell.model, f"{cell.gpus:,}", f"{c.memory:.0f}", f"{c.step.total:.2f}",
+            f"{c.mfu():.0f}",
+            duration(24 * c.days(planning.TOKENS_PER_PARAM * c.arch.params())).split("（")[0],
+            c.describe(),
+        ))
+    print_rows(title, rows, notes=True)
+
+
+def print_failures() -> None:
+    """每种规模每天坏几次，多久存一次检查点。"""
+    title = ("模型", "GPU", "次/天", "平均几小时坏一次", "存一次 s", "最佳间隔 min", "白费 %")
+    print_rows(title, [
+        (
+            name, f"{u.gpus:,}", f"{u.per_day:.2f}", f"{u.mtbf / 3600:,.1f}", f"{u.save:.1f}",
+            f"{u.interval / 60:.1f}", f"{100 * u.lost:.1f}",
+        )
+        for name, u in failures.table()
+    ])
+
+
+def run_scale(options: ScaleOptions) -> None:
+    """按节打印。"""
+    sections = {"check": print_check, "layouts": print_layouts, "failures": print_failures}
+    for number, (name, show) in enumerate(sections.items()):
+        if options.section in ("all", name):
+            if number and options.section == "all":
+                print()
+            show()
+
+
+def print_in_any_encoding() -> None:
+    """stdout 的编码写不出某个字（gbk 没有「⁻」，latin-1 没有汉字）时印成「?」，不中断。"""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
 def command_line() -> None:
     """没有参数时打印入门表；否则由 tyro 解析子命令。使用者的错误只说一句，退出码 2。"""
+    print_in_any_encoding()
     if len(sys.argv) == 1:
         print_table()
         return
@@ -370,7 +484,7 @@ def command_line() -> None:
     commands = {
         "plan": (PlanOptions, run_plan), "published": (PublishedOptions, run_published),
         "memory": (MemoryOptions, run_memory), "count": (CountOptions, run_count),
-        "optimal": (OptimalOptions, run_optimal),
+        "optimal": (OptimalOptions, run_optimal), "scale": (ScaleOptions, run_scale),
     }
     options = tyro.extras.subcommand_cli_from_dict(
         {name: kind for name, (kind, _) in commands.items()}, description=__doc__

@@ -116,8 +116,42 @@ def test_qwen_72b_config_is_not_56b(tmp_path):
     assert from_config_json(path).params() == 72_287_920_128
 
 
+QWEN3 = json.dumps({
+    "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": True,
+})
+
+
+def test_qwen3_without_head_dim(tmp_path):
+    """Qwen3-0.6B 的 config.json 不写 head_dim 也是 128，参数 596,049,920（曾数成 508 M）。"""
+    path = tmp_path / "config.json"
+    path.write_text(QWEN3)
+    assert from_config_json(path).params() == 596_049_920
+
+
+@pytest.mark.slow
+def test_defaults_of_hugging_face_configs():
+    """config.json 里可以不写的键，我们的默认值与 transformers 的相同。"""
+    import transformers
+
+    from experiments.plan.architecture import HF_DEFAULTS
+
+    kinds = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config",
+             "qwen3": "Qwen3Config"}
+    for kind, name in kinds.items():
+        config = getattr(transformers, name)()
+        assert config.tie_word_embeddings is False
+        for key, value in HF_DEFAULTS[kind].items():
+            assert getattr(config, key) == value, (kind, key, getattr(config, key))
+        if "num_key_value_heads" not in HF_DEFAULTS[kind]:
+            assert config.num_key_value_heads == config.num_attention_heads
+
+
 @pytest.mark.parametrize(("text", "said"), [
-    ("{", "读不了"), ('{"model_type": "mixtral"}', "model_type 是 mixtral"),
+    ("{", "读不了"), ('{"model_type": "qwen3", "head_dim": null}', "head_dim 是 null"),
+    ('{"model_type": "qwen3", "attention_bias": true}', "attention_bias"),
+    ('{"model_type": "mixtral"}', "model_type 是 mixtral"),
     ('{"model_type": "llama"}', "缺 hidden_size"), ("[]", "不是一个 JSON 对象"),
 ])
 def test_a_config_it_cannot_count_is_refused(tmp_path, text, said):
@@ -337,9 +371,29 @@ def test_twenty_tokens_per_parameter_follows_the_table(params, flops, tokens):
 def test_published_zero_states():
     """ZeRO 论文：7.5 B 参数、64 张卡，每卡状态 120 → 31.4 → 16.6 → 1.9 GB。"""
     states = [
-        f"{memory.zero_bytes_per_param(s, 64) * 7.5:.1f}" for s in memory.STRATEGIES
+        f"{memory.zero_bytes_per_param(s, 64, 'paper') * 7.5:.1f}" for s in memory.STAGES
     ]
     assert states == ["120.0", "31.4", "16.6", "1.9"]
+
+
+def test_two_ledgers_agree_only_at_the_ends():
+    """4 + 4 + 8 与 2 + 2 + 12 都是 16 字节；ZeRO-1、2 下每参数差 3.9 与 2.0 字节。"""
+    ours, paper = (
+        [memory.zero_bytes_per_param(s, 64, ledger) for s in memory.STAGES]
+        for ledger in ("book", "paper")
+    )
+    assert ours[0] == paper[0] == 16 and ours[3] == paper[3] == 0.25, (ours, paper)
+    gaps = [round(a - b, 1) for a, b in zip(ours, paper, strict=True)]
+    assert gaps == [0, 3.9, 2.0, 0], gaps
+
+
+def test_no_peak_is_printed_for_what_was_never_tracked():
+    """整步的峰值只给跟踪过的 DDP 与 FSDP；ZeRO-1/2 一句话拒绝，不拿两本账混出一个数。"""
+    for stage in ("zero1", "zero2"):
+        with pytest.raises(BudgetError, match="只会估 ddp、zero3"):
+            memory.estimate(PRESETS["1.3b"], micro_batch=8, strategy=stage, gpus=8)
+    names = [name for name, _ in budget.memory_rows(PRESETS["1.3b"], 8, 8, "compiled")]
+    assert names == ["DDP", "FSDP（ZeRO-3）", "DDP + 重算", "FSDP（ZeRO-3） + 重算"]
 
 
 def measured_rows() -> list[dict[str, str]]:
@@ -431,7 +485,8 @@ def test_plan_of_seven_billion_needs_fsdp():
     """7B 的状态 112 GB 放不进一张 H100：计划改用 FSDP，并说 train_gpu.py 跑不了它。"""
     plan = make_plan(Request(7e9, gpus=64))
     assert plan.strategy == "zero3"
-    assert "FSDP" in planning.cannot_launch(plan)
+    said = planning.cannot_launch(plan)
+    assert all(name in said for name in ("fsdp", "tensor_parallel", "pipeline_parallel", "mesh"))
 
 
 def test_plan_prefers_recomputation_to_defeat():
@@ -465,7 +520,8 @@ def test_the_plan_writes_what_train_gpu_reads(tmp_path, capsys, monkeypatch):
     words = ["plan", "--params", "1.3e9", "--gpus", "8", "--out", str(path)]
     monkeypatch.setattr(sys, "argv", ["budget.py", *words])
     budget.command_line()
-    assert "torchrun --standalone --nproc-per-node 8" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "torchrun --standalone --max-restarts 3 --nproc-per-node 8" in said
     options, _ = parse(
         Options, ["--config", str(path)], presets=ROOT / "experiments" / "presets", description=""
     )
@@ -473,6 +529,149 @@ def test_the_plan_writes_what_train_gpu_reads(tmp_path, capsys, monkeypatch):
     assert (options.d_model, options.n_layer, options.seq_len) == (2048, 24, 2048)
     assert accumulation(options, 8) == plan.accumulation
     assert options.steps == plan.steps and options.warmup_steps < options.steps
+    assert options.out_dir.startswith("runs/plan-")
+
+
+# --- 启动 ---------------------------------------------------------------------------------
+
+def said_by(monkeypatch, capsys, *args: str) -> str:
+    """`budget.py` 这样启动时打印的全部。"""
+    monkeypatch.setattr(sys, "argv", ["budget.py", *args])
+    budget.command_line()
+    return capsys.readouterr().out
+
+
+def test_nodes_times_processes_is_the_number_of_gpus():
+    """1 到 1024 张卡：印出的机器数 × 进程数恰好是卡数，放不满的被拒绝，给出的办法都真可行。"""
+    refused = 0
+    for gpus in range(1, 1025):
+        try:
+            nodes, processes = planning.nodes_of(gpus)
+        except BudgetError as error:
+            refused += 1
+            nearest = str(error).split("请用 ")[1].split(" 张")[0]
+            below, above = map(int, nearest.split(" 或 "))
+            assert below < gpus < above == below + 8
+            assert planning.nodes_of(below) and planning.nodes_of(above)
+            if "--gpus-per-node" in str(error):
+                even = int(str(error).split("--gpus-per-node ")[1].rstrip("。"))
+                assert math.prod(planning.nodes_of(gpus, even)) == gpus
+            continue
+        assert nodes * processes == gpus and processes <= 8, (gpus, nodes, processes)
+        line = planning.launch_command(gpus, "x.toml", "id")
+        if nodes > 1:
+            assert f"--nnodes {nodes} " in line and f"--nproc-per-node {processes} " in line
+    assert refused == 1016 - 127, refused  # 9–1024 里不是 8 的倍数的
+
+
+def test_a_plan_for_twenty_gpus_is_refused_with_the_nearest(monkeypatch, capsys):
+    """`plan --gpus 20` 曾印出 3 × 6 = 18 个进程：现在拒绝，给出 16、24 与每台 5 张。"""
+    monkeypatch.setattr(sys, "argv", ["budget.py", "plan", "--params", "1e9", "--gpus", "20"])
+    with pytest.raises(SystemExit) as caught:
+        budget.command_line()
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and "16 或 24 张" in said and "--gpus-per-node 5" in said, said
+    five = said_by(monkeypatch, capsys, "plan", "--params", "1e9", "--gpus", "20",
+                   "--gpus-per-node", "5")
+    assert "--nnodes 4 " in five and "--nproc-per-node 5 " in five, five
+
+
+def test_every_launch_has_its_own_id(monkeypatch, capsys, tmp_path):
+    """两次 plan 印出的 --rdzv-id 与 out_dir 都不同，同一次里两者一致；data 写进配置。"""
+    import tomllib
+
+    seen = set()
+    for name in ("a.toml", "b.toml"):
+        path = tmp_path / name
+        said = said_by(monkeypatch, capsys, "plan", "--params", "1e9", "--gpus", "16",
+                       "--data", "big/tokens.pt", "--out", str(path))
+        launch_id = said.split("--rdzv-id ")[1].split()[0]
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        assert values["out_dir"] == f"runs/{launch_id}" and values["data"] == "big/tokens.pt"
+        seen.add(launch_id)
+    assert len(seen) == 2, seen
+
+
+def test_launch_line_is_the_one_that_ranks_would_show():
+    """计划印出的单机启动命令与 `ranks.launch.shown` 给出的一字不差。"""
+    from experiments.ranks.launch import shown
+
+    flags = ("--standalone", "--max-restarts", "3")
+    script = "experiments/train_gpu.py"
+    for config in ("runs/plan.toml", "my runs/plan.toml"):
+        right = shown(script, "--config", config, nproc=8, flags=flags)
+        assert planning.launch_command(8, config, "id") == right
+        assert planning.launch_command(1, config, "id") == shown(script, "--config", config)
+
+
+def test_a_global_batch_is_kept_or_refused():
+    """指定的全局 batch 要么一个 token 不差，要么拒绝并给出最近的；绝不悄悄换掉。"""
+    with pytest.raises(BudgetError, match="最近的是 16,384"):
+        Request(1e9, global_batch=2048)
+    for sequences in (1, 3, 5, 96, 100, 511, 512):
+        plan = make_plan(Request(1e9, global_batch=sequences * 8 * 2048))
+        assert plan.global_batch == sequences * 8 * 2048, (sequences, plan.global_batch)
+        assert plan.micro_batch * plan.accumulation == sequences
+
+
+def test_a_crowd_of_gpus_enlarges_the_batch_aloud():
+    """没有指定 batch、卡又太多时，放大后的 batch 与常用的大小一起印出来。"""
+    from experiments.plan.report import report
+
+    assert "这个规模常用 524,288" in report(make_plan(Request(1e8, gpus=4096)))["batch"]
+    assert "常用" not in report(make_plan(Request(1e9)))["batch"]
+    assert "常用" not in report(make_plan(Request(1e9, gpus=6)))["batch"]
+
+
+@pytest.mark.parametrize("words", [
+    ("plan", "--model", "gpt2-124m", "--seq-len", "4096"),
+    ("count", "--model", "gpt2-124m", "--seq-len", "1025"),
+    ("plan", "--model", "mpt-7b", "--seq-len", "4096"),
+])
+def test_learned_positions_are_not_exceeded(monkeypatch, capsys, words):
+    """可学的位置表有几行，序列就最多几个 token：超出的计划被拒绝，不设长度时取得下的。"""
+    monkeypatch.setattr(sys, "argv", ["budget.py", *words])
+    with pytest.raises(SystemExit) as caught:
+        budget.command_line()
+    assert caught.value.code == 2 and "位置表只有" in capsys.readouterr().err
+
+
+def test_short_models_are_planned_at_their_own_length(monkeypatch, capsys):
+    """没有给 --seq-len 时，GPT-2 按它的 1024 个位置计划，而不是 2048。"""
+    assert "序列 1024" in said_by(monkeypatch, capsys, "plan", "--model", "gpt2-124m")
+
+
+def test_tilde_means_home(monkeypatch, capsys, tmp_path):
+    """`--out=~/plan.toml` 写到家目录，印出的命令用的是同一个文件；读 config.json 也认 ~。"""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said = said_by(monkeypatch, capsys, "plan", "--params", "1e9", "--out=~/a b/plan.toml")
+    path = tmp_path / "a b" / "plan.toml"
+    assert path.exists() and f"--config '{path}'" in said, said
+    (tmp_path / "config.json").write_text(QWEN3)
+    said = said_by(monkeypatch, capsys, "count", "--config-json=~/config.json")
+    assert "596,049,920" in said
+
+
+@pytest.mark.parametrize("encoding", ["gbk", "latin-1", "ascii", "cp437", "shift_jis"])
+@pytest.mark.parametrize("words", [("--help",), ("plan", "--help"), ("plan", "--params", "1e9"),
+                                   ("plan", "--params", "-1"), ()])
+def test_narrow_encodings_do_not_kill(monkeypatch, encoding, words):
+    """stdout 只会 gbk 或更窄的编码时照样印完；写不出的字换成问号，没有 UnicodeEncodeError。"""
+    import io
+
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
+    monkeypatch.setattr(sys, "argv", ["budget.py", *words])
+    try:
+        budget.command_line()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    for stream in streams:
+        stream.flush()
+    printed = [stream.buffer.getvalue() for stream in streams]
+    assert code == (2 if "-1" in words else 0) and len(printed[code // 2]) > 40, printed
 
 
 @pytest.mark.parametrize(("args", "said"), [
@@ -533,8 +732,9 @@ def test_cost_grows_with_size(params, more, name, gpus):
 @settings(deadline=None)
 def test_zero_never_needs_more_than_ddp(arch, micro, gpus, execution, checkpoint):
     """每多分摊一样，状态不增；任何 ZeRO 的每卡显存都不超过 DDP。"""
-    states = [memory.zero_bytes_per_param(s, gpus) for s in memory.STRATEGIES]
-    assert states == sorted(states, reverse=True)
+    for ledger in memory.LEDGERS:
+        states = [memory.zero_bytes_per_param(s, gpus, ledger) for s in memory.STAGES]
+        assert states == sorted(states, reverse=True)
     totals = [
         memory.estimate(
             arch, micro_batch=micro, strategy=s, gpus=gpus, execution=execution,
@@ -600,6 +800,10 @@ def test_every_plan_keeps_its_promises(params, gpus, device):
     ("NVIDIA RTX A4000", None), ("NVIDIA A10G", None), ("NVIDIA GeForce RTX 4090 D", None),
     ("NVIDIA GeForce RTX 3090 Ti", None), ("NVIDIA H200 NVL", None), ("NVIDIA L40", None),
     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("AMD Instinct MI250X", None),
+    ("GRID A100-10C", None), ("GRID A100D-80C", None), ("NVIDIA A40-48Q", None),
+    ("NVIDIA A100-4-20C", None), ("NVIDIA L40S-12C", None), ("NVIDIA A10-24Q", None),
+    ("NVIDIA H100XM-80C", None), ("NVIDIA L4-24A", None), ("NVIDIA A30-1-6C", None),
+    ("NVIDIA A100-SXM-64GB", None), ("NVIDIA A100 80GB PCIe", "a100"),
 ])
 def test_devices_are_known_or_unknown_never_guessed(name, found):
     """按 torch 报告的名字认卡：认得的给对峰值，名字相近的另一种卡一律不认。"""

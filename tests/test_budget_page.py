@@ -11,8 +11,9 @@ import pytest
 
 from experiments.lab.devices import DEVICES
 from experiments.plan import number_text
-from experiments.plan.planning import Request
-from experiments.plan.report import answer
+from experiments.plan.memory import LEDGERS
+from experiments.plan.planning import Request, make_plan
+from experiments.plan.report import COMPARED, answer
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = ROOT / "book"
@@ -45,15 +46,47 @@ def cases(count: int, seed: int) -> list[tuple[dict, dict]]:
             "seqLen": draw.choice([512, 1024, 2048, 4096, 8192, 32768]),
             "price": draw.choice([None, 0, 2.5, 1.99]), "eager": draw.random() < 0.3,
             "memoryGb": draw.choice([None, None, 40, 96]),
-            "globalBatch": draw.choice([None, None, 300_000, 2**23]),
         }
         request = Request(
             r["params"], r["device"], r["gpus"], r["mfu"], r["tokensPerParam"], r["seqLen"],
-            r["globalBatch"], r["memoryGb"], price_per_hour=r["price"],
+            memory_gb=r["memoryGb"], price_per_hour=r["price"],
             execution="eager" if r["eager"] else "compiled",
         )
         pairs.append((r, answer(request)))
     return pairs
+
+
+PAGE = (BOOK / "budget.md").read_text(encoding="utf-8")
+
+
+def test_the_spoken_plan_has_five_steps_with_the_right_numbers():
+    """「怎么讲清楚」里的五步齐全，算力、小时、状态、batch 都是 1B、8 张 H100 的计划给出的数。"""
+    spoken = PAGE.split("(budget-explain)=")[1].split("(budget-exercises)=")[0]
+    assert all(f"**{n}，" in spoken for n in "一二三四五"), spoken
+    plan = make_plan(Request(1e9))
+    assert f"{plan.flops / 1e20:.1f}" == "1.2" and "1.2\\times10^{20}" in spoken
+    assert f"约 {plan.cost.hours:.1f} 小时" in spoken and "16 GB" in spoken
+    assert f"{plan.memory.states:.0f}" == "16" and "两百万 token" in spoken
+    assert plan.global_batch == 2_097_152 and plan.strategy == "ddp"
+
+
+def test_the_page_says_what_its_numbers_rest_on():
+    """两本 16 字节的账都写明；放法的条数与计算器相同；MFU 的分母与不写配置的计划都说了。"""
+    assert all(" + ".join(map(str, ledger)) in PAGE for ledger in LEDGERS.values())
+    assert len(COMPARED) == 4 and "下面四条" in PAGE and "各四条横条" in PAGE
+    assert "不论 `--dtype` 是什么，分母都是 bf16 的峰值" in PAGE and "**不写配置**" in PAGE
+    for chapter in ("fsdp", "tensor_parallel", "pipeline_parallel", "mesh"):
+        assert f"<{chapter}>`" in PAGE, chapter
+
+
+def test_the_meter_divides_by_the_bf16_peak_whatever_the_dtype():
+    """日志里 MFU 的分母只由设备表与 --peak-flops 定，与 --dtype 无关，选项的说明里写着。"""
+    import inspect
+
+    from experiments.loop import meter, options
+
+    assert "dtype" not in inspect.getsource(meter.Meter)
+    assert "稠密 bf16，与 dtype 无关" in inspect.getsource(options.Options)
 
 
 def in_node(script: str) -> str:
@@ -125,6 +158,42 @@ def test_calculator_equals_budget_in_chromium(browser):
         json.dumps(pairs),  # WebDriver 会改动对象里键的次序，所以传文本
     )
     assert wrong == []
+
+
+CONTRAST = """
+document.documentElement.dataset.theme = arguments[0];
+const light = (text) => {
+  const [r, g, b] = text.match(/[\\d.]+/g).map(Number).map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const behind = (e) => {
+  while (e && /rgba\\(.*, 0\\)|transparent/.test(getComputedStyle(e).backgroundColor))
+    e = e.parentElement;
+  return e ? getComputedStyle(e).backgroundColor : "rgb(255, 255, 255)";
+};
+return [...document.querySelectorAll("form.budget, input[type=text], select, dd, .total")]
+  .map((e) => {
+    const [a, b] = [light(getComputedStyle(e).color), light(behind(e))].sort((x, y) => y - x);
+    return [e.dataset.field || e.className || e.tagName, (a + 0.05) / (b + 0.05)];
+  });
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_calculator_is_readable_in_both_themes(browser, theme):
+    """深色与浅色下，每个输入框、每行文字与它的底色对比度都不小于 4.5（曾是深色压深色）。"""
+    try:  # 主题给输出单元格的浅底深字，深色模式下也在
+        browser.execute_script("document.body.style = 'color:#222832;background:#bbb'")
+        found = browser.execute_script(CONTRAST, theme)
+    finally:
+        browser.execute_script("delete document.documentElement.dataset.theme")
+        browser.execute_script("document.body.style = ''")
+    assert len(found) > 10
+    poor = {name: round(ratio, 1) for name, ratio in found if ratio < 4.5}
+    assert not poor, poor
 
 
 @pytest.mark.slow

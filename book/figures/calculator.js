@@ -6,11 +6,8 @@
   const GB = 1e9, USABLE = 0.9, ENOUGH_TOKENS = 4096, MAX_MICRO_BATCH = 256, PUE = 1.1;
   const MFU_LOW = 0.30, MFU_HIGH = 0.50;
   const ATTEMPTS = [["ddp", false], ["zero3", false], ["ddp", true], ["zero3", true]];
-  const COMPARED = [
-    ["ddp", false], ["zero1", false], ["zero2", false], ["zero3", false],
-    ["ddp", true], ["zero3", true],
-  ];
-  const NAMES = { ddp: "DDP", zero1: "ZeRO-1", zero2: "ZeRO-2", zero3: "FSDP（ZeRO-3）" };
+  const COMPARED = [["ddp", false], ["zero3", false], ["ddp", true], ["zero3", true]];
+  const NAMES = { ddp: "DDP", zero3: "FSDP（ZeRO-3）" };
 
   // ---- 数字写成文字（number_text.py）----
   const fixed = (value, digits) => value.toFixed(digits);
@@ -55,8 +52,9 @@
   function chooseShape(params, seqLen) {
     const vocab = defaultVocab(params), widths = [];
     for (let d = 64; d < 1024; d += 64) widths.push(d);
-    for (let d = 1024; d < 4096; d += 128) widths.push(d);
-    for (let d = 4096; d < 32769; d += 256) widths.push(d);
+    for (let d = 1024; d < 2048; d += 128) widths.push(d);
+    for (let d = 2048; d < 4096; d += 512) widths.push(d);
+    for (let d = 4096; d < 32769; d += 1024) widths.push(d);
     let best = null, bestScore = Infinity;
     for (const d of widths) {
       const heads = Math.floor(d / (d < 2048 ? 64 : 128));
@@ -72,12 +70,8 @@
   }
 
   // ---- 显存（memory.py）----
-  function bytesPerParam(strategy, gpus) {
-    if (strategy === "ddp") return 16;
-    if (strategy === "zero1") return 4 + 12 / gpus;
-    if (strategy === "zero2") return 2 + 14 / gpus;
-    return 16 / gpus;
-  }
+  const bytesPerParam = (strategy, gpus) =>
+    strategy === "ddp" ? 16 : 4 / gpus + 4 / gpus + 8 / gpus;
   function layerBytes(a, eager) {
     const attention = 6 * a.d + 4 * a.d + 2 * a.d + 4 * a.heads + 2 * a.d;
     return eager
@@ -120,8 +114,7 @@
   }
 
   // ---- 计划（planning.py）----
-  const globalBatch = (r) =>
-    r.globalBatch || (r.params < 5e8 ? 2 ** 19 : r.params < 5e9 ? 2 ** 21 : 2 ** 22);
+  const globalBatch = (r) => (r.params < 5e8 ? 2 ** 19 : r.params < 5e9 ? 2 ** 21 : 2 ** 22);
 
   function largestMicroBatch(r, a, capacity, strategy, checkpoint, gpus) {
     const share = Math.floor(globalBatch(r) / (r.seqLen * gpus));
@@ -198,8 +191,8 @@
     });
   }
 
-  // r：{params, device, memoryGb, gpus, mfu, tokensPerParam, seqLen, globalBatch, price, eager}；
-  // memoryGb、globalBatch、price 可以是 null，意思与 planning.Request 相同
+  // r：{params, device, memoryGb, gpus, mfu, tokensPerParam, seqLen, price, eager}；
+  // memoryGb、price 可以是 null，意思与 planning.Request 相同；全局 batch 总是随规模取
   function answer(r, devices) {
     const device = devices[r.device], capacity = r.memoryGb || room(device);
     const a = chooseShape(r.params, r.seqLen);
@@ -228,7 +221,9 @@
       数据: `${readable(tokens)} token，C = 6ND = ${scientific(flops, 2)} FLOPs`,
       并行: strategyName(strategy, checkpoint),
       batch: `${micro} 条 × ${r.gpus} 张卡 × 累积 ${accumulation} 次 = ` +
-        `${grouped(batch)} token/步，共 ${grouped(Math.ceil(tokens / batch))} 步`,
+        `${grouped(batch)} token/步，共 ${grouped(Math.ceil(tokens / batch))} 步` +
+        (micro * accumulation > 1 || batch <= globalBatch(r) ? "" :
+          `（这个规模常用 ${grouped(globalBatch(r))}；卡太多，每卡一条也有这么大）`),
       显存: `每卡 ${fixed(memory.total, 1)} / ${fixed(capacity, 0)} GB：${parts(memory)}`,
       时间: `${duration(hours)}（MFU ${fixed(100 * r.mfu, 0)} %）；` +
         `${fixed(100 * MFU_HIGH, 0)} % 到 ${fixed(100 * MFU_LOW, 0)} % 是` +

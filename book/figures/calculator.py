@@ -12,16 +12,20 @@ from experiments.lab.devices import DEVICES, PRICE_DATE
 SCRIPT = Path(__file__).with_name("calculator.js")
 
 STYLE = """
-.budget{border:1px solid var(--pst-color-border,#ccc);border-radius:8px;padding:1rem;
-  margin:1rem 0;max-width:100%;box-sizing:border-box}
+.budget{--ink:#1f2937;--paper:#fff;--field:#f9fafb;color:var(--ink);background:var(--paper);
+  border:1px solid #9ca3af;border-radius:8px;padding:1rem;margin:1rem 0;max-width:100%;
+  box-sizing:border-box;color-scheme:light}
+html[data-theme=dark] .budget{--ink:#e5e7eb;--paper:#14181e;--field:#29313d;color-scheme:dark}
 .budget .inputs{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,15rem),1fr));
   gap:.8rem 1.4rem;border:0;margin:0;padding:0;min-width:0}
 .budget label{display:flex;flex-direction:column;gap:.2rem;font-size:.92rem;min-width:0}
 .budget label.check{flex-direction:row;align-items:center;gap:.5rem}
 .budget .pair{display:flex;gap:.6rem;align-items:center}
 .budget input[type=range]{flex:1;min-width:0;height:2rem;accent-color:#0063a3}
+.budget input[type=text],.budget select,.budget option{color:var(--ink);
+  background:var(--field)}
 .budget input[type=text],.budget select{width:100%;min-width:0;padding:.35rem .5rem;font:inherit;
-  color:inherit;background:var(--pst-color-surface,#fff);border:1px solid #6b7280;
+  border:1px solid #6b7280;
   border-radius:4px;box-sizing:border-box}
 .budget .pair input[type=text]{width:6rem;flex:none}
 .budget input[type=checkbox]{width:1.2rem;height:1.2rem;accent-color:#0063a3}
@@ -36,7 +40,7 @@ html[data-theme=dark] .budget [data-message]{color:#fca5a5}
   margin:.3rem 0;font-size:.9rem}
 .budget .bar.best{font-weight:600}
 .budget .track{position:relative;display:flex;height:1.3rem;min-width:0;
-  background:var(--pst-color-surface,#f3f4f6);border:1px solid #9ca3af;overflow:hidden}
+  background:var(--field);border:1px solid #9ca3af;overflow:hidden}
 .budget .track i{display:block;height:100%;flex:none}
 .budget .track b{position:absolute;top:0;bottom:0;width:3px;margin-left:-3px;background:#b91c1c}
 .budget .states{background:#00734f}.budget .working{background:#56b4e9}

@@ -55,8 +55,10 @@ DEVICES: dict[str, Device] = {
     "mi250x": Device("MI250X（整卡，两个 GCD）", 383e12, (128,), 560, None, ()),
 }
 
-# 名字里有这些词的是另一种卡（峰值不同）或一块卡的切片（MIG），宁可不认也不报错的数字。
-_OTHER_CARD = {"ti", "d", "laptop", "mig", "max", "super", "vgpu"}
+# 名字里有这些词的是另一种卡（峰值不同）或一块卡的切片（MIG、vGPU），宁可不认也不报错的数字。
+_OTHER_CARD = {"ti", "d", "laptop", "mig", "max", "super", "vgpu", "grid"}
+_SLICE = re.compile(r"\d+[abcq]")  # vGPU 规格的后缀：A100-10C 是一块 A100 切下的 10 GB
+_SIZE = re.compile(r"(\d+)gb")
 
 
 def find_device(torch_device_name: str) -> Device | None:
@@ -68,7 +70,7 @@ def find_device(torch_device_name: str) -> Device | None:
     True
     """
     words = re.split(r"[\s\-_/,()]+", torch_device_name.lower())
-    if _OTHER_CARD & set(words):
+    if _OTHER_CARD & set(words) or any(map(_SLICE.fullmatch, words)):
         return None
     best: tuple[int, Device | None] = (0, None)
     for device in DEVICES.values():
@@ -79,4 +81,7 @@ def find_device(torch_device_name: str) -> Device | None:
     found = best[1]
     if found and "nvl" in words and "nvl" not in found.match[0]:
         return None  # 例如 H200 NVL：峰值与 SXM 版不同，表里没有
+    sizes = {int(size[1]) for word in words if (size := _SIZE.fullmatch(word))}
+    if found and sizes - set(found.memory_gb or ()):
+        return None  # 例如 64 GB 的 A100：没有卖过这个规格，是定制的另一种卡
     return found

@@ -50,7 +50,7 @@ class Options:
     compile: bool = True  # 用 torch.compile；没有编译器时退回 eager 并说明
     fused_loss: bool = False  # 输出头与交叉熵合成一步，不留 logits，省显存
     deterministic: bool = False  # CUDA 上也用确定性算法（较慢）；CPU 上总是用
-    peak_flops: float = 0.0  # 一张卡的稠密峰值（FLOP/s），MFU 的分母；0 表示查设备表
+    peak_flops: float = 0.0  # 一张卡的峰值（FLOP/s），MFU 的分母；0：查表，稠密 bf16，与 dtype 无关
     tensorboard: bool = False  # 另写一份 TensorBoard 日志
     seed: int = 0  # 初始权重与数据次序的随机种子
 

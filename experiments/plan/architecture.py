@@ -121,6 +121,15 @@ class Architecture:
         raise BudgetError(f"约定 {convention!r}：只有 all、no_positions、no_embedding。")
 
 
+def check_positions(arch: Architecture, seq_len: int) -> None:
+    """可学的位置表有多长，序列就最多有多长；RoPE 没有这个限制。超出时抛 BudgetError。"""
+    if arch.learned_positions and seq_len > arch.seq_len:
+        raise BudgetError(
+            f"seq_len = {seq_len}：这个模型的位置表只有 {arch.seq_len} 行，"
+            f"序列最多 {arch.seq_len} 个 token。"
+        )
+
+
 def flops_per_token(
     arch: Architecture, seq_len: int | None = None, *,
     convention: str = "all", attention: bool = True,
@@ -265,9 +274,19 @@ def _from_gpt2(config: dict) -> Architecture:
     return replace(arch, mlp_width=config["n_inner"]) if config.get("n_inner") else arch
 
 
+# 键可以不写时 transformers 用的默认值；照 d/头数 去猜会数错（Qwen3-0.6B 少了八千多万，marin #2098）
+HF_DEFAULTS = {
+    "llama": {}, "mistral": {"num_key_value_heads": 8}, "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+
+
 def _from_llama(config: dict, kind: str) -> Architecture:
-    if config.get("mlp_bias") or (kind == "llama" and config.get("attention_bias")):
-        raise BudgetError("这个 Llama 配置开了 attention_bias 或 mlp_bias，这里不会数。")
+    config = HF_DEFAULTS[kind] | config
+    if config.get("mlp_bias") or (kind in ("llama", "qwen3") and config.get("attention_bias")):
+        raise BudgetError("这个配置开了 attention_bias 或 mlp_bias，这里不会数。")
+    if kind == "qwen3" and config["head_dim"] is None:
+        raise BudgetError("这个 qwen3 配置的 head_dim 是 null；请写明每个头的维数，或删掉这一键。")
     arch = llama(
         config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"],
         config.get("num_key_value_heads") or config["num_attention_heads"],

@@ -8,29 +8,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.plan.architecture import Architecture, BudgetError
+from experiments.plan.architecture import Architecture, BudgetError, check_positions
 
 GB = 1e9
 USABLE = 0.9  # 显存的一成留给 CUDA 上下文、碎片与通信缓冲
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+STRATEGIES = ("ddp", "zero3")  # 逐张量跟踪过的两种；ZeRO-1/2 只算状态，不估整步的峰值
+STAGES = ("ddp", "zero1", "zero2", "zero3")
 EXECUTIONS = ("eager", "compiled")
+# 同样是 16 字节的两本账：（权重, 梯度, 优化器）。本书的循环用 autocast，权重与梯度都是 fp32，
+# bf16 的权重是另外的临时副本；ZeRO 论文的权重与梯度是 bf16，fp32 的主权重算在优化器里。
+LEDGERS = {"book": (4, 4, 8), "paper": (2, 2, 12)}
 
 
-def zero_bytes_per_param(strategy: str, gpus: int) -> float:
-    """每个参数的状态字节数：权重 2 + 梯度 2 + 优化器 12（ZeRO，arXiv 1910.02054，图 1）。
+def zero_bytes_per_param(stage: str, gpus: int, ledger: str = "book") -> float:
+    """每个参数的状态字节数（ZeRO，arXiv 1910.02054，图 1），按 `LEDGERS` 里的一本账。
 
-    fp32 主权重 4 + fp32 梯度 4 + Adam 8 也是 16。ZeRO-1 分摊优化器，ZeRO-2 再分摊梯度，
-    ZeRO-3（FSDP）连权重也分摊。
+    ZeRO-1 分摊优化器，ZeRO-2 再分摊梯度，ZeRO-3（FSDP）连权重也分摊。不分摊与全分摊时
+    两本账相同；ZeRO-1、ZeRO-2 不同，因为整份留下的东西一本是 fp32，一本是 bf16。
     """
-    if strategy == "ddp":
-        return 16.0
-    if strategy == "zero1":
-        return 4.0 + 12.0 / gpus
-    if strategy == "zero2":
-        return 2.0 + 14.0 / gpus
-    if strategy == "zero3":
-        return 16.0 / gpus
-    raise BudgetError(f"策略 {strategy!r}：只有 {'、'.join(STRATEGIES)}。")
+    if stage not in STAGES:
+        raise BudgetError(f"策略 {stage!r}：只有 {'、'.join(STAGES)}。")
+    if ledger not in LEDGERS:
+        raise BudgetError(f"账本 {ledger!r}：只有 {'、'.join(LEDGERS)}。")
+    weights, gradients, optimizer = LEDGERS[ledger]
+    cut = STAGES.index(stage)  # 从优化器数起，分摊了几样
+    return float(
+        weights / (gpus if cut > 2 else 1) + gradients / (gpus if cut > 1 else 1)
+        + optimizer / (gpus if cut > 0 else 1)
+    )
 
 
 def simple_activations(seq_len: int, batch: int, d_model: int, n_layer: int) -> float:
@@ -102,9 +107,9 @@ def estimate(
     arch: Architecture, *, micro_batch: int, seq_len: int | None = None, strategy: str = "ddp",
     gpus: int = 1, execution: str = "compiled", checkpoint: bool = False,
 ) -> Memory:
-    """一张卡一步训练的峰值显存（bf16 混合精度、AdamW、有梯度累积）。
+    """一张卡一步训练的峰值显存（bf16 混合精度、AdamW、有梯度累积），按本书的账（4 + 4 + 8）。
 
-    checkpoint: 每层只留输入，反向时整层重算。一张卡上没有可分摊的，各策略都等于 ddp。
+    checkpoint: 每层只留输入，反向时整层重算。一张卡上没有可分摊的，zero3 等于 ddp。
 
     Raises:
         BudgetError: 策略、执行方式不认识，或个数不是正整数。
@@ -113,6 +118,9 @@ def estimate(
     for name, value in (("micro_batch", micro_batch), ("gpus", gpus), ("seq_len", length)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise BudgetError(f"{name} = {value!r}：要一个正整数。")
+    if strategy not in STRATEGIES:
+        raise BudgetError(f"策略 {strategy!r}：整步的峰值只会估 {'、'.join(STRATEGIES)}。")
+    check_positions(arch, length)
     states = zero_bytes_per_param(strategy, gpus) * arch.params()
     layer = sum(layer_bytes(arch, execution).values())
     if strategy == "zero3" and gpus > 1:
@@ -129,7 +137,7 @@ Phase = tuple[float, float, float]  # working、activations、peak，字节
 def _replicated_phases(
     arch: Architecture, tokens: int, layer: int, execution: str, checkpoint: bool
 ) -> list[Phase]:
-    """每张卡都有整个模型时（DDP、ZeRO-1/2）可能最挤的几个时刻。"""
+    """每张卡都有整个模型时（DDP）可能最挤的几个时刻。"""
     embedding = arch.vocab_size * arch.d_model
     copies = 2 * arch.matmul_params()  # autocast 的 bf16 副本
     head = head_bytes(arch, execution) * tokens

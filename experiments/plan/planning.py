@@ -6,13 +6,23 @@
 
 from __future__ import annotations
 
+import json
 import math
+import secrets
 from dataclasses import dataclass, replace
+from datetime import datetime
+from shlex import quote
 
 from experiments.lab.devices import DEVICES, Device
-from experiments.plan.architecture import Architecture, BudgetError, flops_per_token, gpt
+from experiments.plan.architecture import (
+    Architecture,
+    BudgetError,
+    check_positions,
+    flops_per_token,
+    gpt,
+)
 from experiments.plan.memory import USABLE, Memory, estimate
-from experiments.plan.number_text import duration, fixed, readable
+from experiments.plan.number_text import duration, fixed, grouped, readable
 
 TOKENS_PER_PARAM = 20.0  # Chinchilla（arXiv 2203.15556）
 ENOUGH_TOKENS = 4096  # 一个 micro-batch 至少这么多 token，矩阵乘法才够大
@@ -21,9 +31,8 @@ PUE = 1.1  # 数据中心的总耗电与设备耗电之比（LLaMA，arXiv 2302.
 MFU_LOW, MFU_HIGH = 0.30, 0.50  # 常见范围，给出最好与最坏的小时数
 # 由快到慢：先不切分、不重算；FSDP 多一半通信；重算多三分之一计算
 ATTEMPTS = (("ddp", False), ("zero3", False), ("ddp", True), ("zero3", True))
-STRATEGY_NAMES = {
-    "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP（ZeRO-3）",
-}
+STRATEGY_NAMES = {"ddp": "DDP", "zero3": "FSDP（ZeRO-3）"}
+GPUS_PER_NODE = 8  # 一台机器几张卡；NVLink 连着的通常就是它们
 # GPT-3（arXiv 2005.14165，表 2.1）的峰值学习率：参数量上限 → 学习率
 GPT3_RATES = (
     (2e8, 6e-4), (5e8, 3e-4), (1e9, 2.5e-4), (2e9, 2e-4), (4.5e9, 1.6e-4), (9e9, 1.2e-4),
@@ -91,13 +100,15 @@ def default_vocab(params: float) -> int:
 def choose_shape(params: float, seq_len: int, vocab: int) -> Architecture:
     """参数量最接近的形状：d 是 64 的倍数，每个头 64 或 128 维，宽深比 d/L 在 64–128 附近。
 
-    在宽深比可接受（16–192）的形状里，优先参数量准，其次宽深比。
+    在宽深比可接受（16–192）的形状里，优先参数量准，其次宽深比。大模型的头数是 4 或 8 的倍数，
+    张量并行才切得开。
 
     Raises:
         BudgetError: 参数量小到连词嵌入都放不下。
     """
     best, best_score = None, math.inf
-    for d in (*range(64, 1024, 64), *range(1024, 4096, 128), *range(4096, 32769, 256)):
+    for d in (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 512),
+              *range(4096, 32769, 1024)):  # fmt: skip
         n_head = d // 64 if d < 2048 else d // 128
         layer = gpt(d, 1, n_head, seq_len, vocab).layer_params()
         n_layer = half_up((params - vocab * d - d) / layer)
@@ -120,6 +131,17 @@ def default_global_batch(params: float) -> int:
     return 2**19 if params < 5e8 else 2**21 if params < 5e9 else 2**22
 
 
+def check_global_batch(tokens: float, gpus: int, seq_len: int) -> None:
+    """指定的全局 batch 要能照办：每卡至少一条完整的序列。不能就拒绝，绝不悄悄换成别的数。"""
+    least = gpus * seq_len
+    if tokens % least:
+        nearest = max(1, half_up(tokens / least)) * least
+        raise BudgetError(
+            f"global_batch = {grouped(tokens)} token 不能平分给 {gpus} 张卡、每条 {seq_len} token："
+            f"要是 {gpus} × {seq_len} = {grouped(least)} 的整数倍，最近的是 {grouped(nearest)}。"
+        )
+
+
 @dataclass(frozen=True)
 class Request:
     """计划的输入。单位见各字段；None 表示由规模推出。"""
@@ -136,6 +158,7 @@ class Request:
     vocab_size: int | None = None  # None：大模型 50304，小模型 8192
     execution: str = "compiled"
     arch: Architecture | None = None  # 已有模型时给出，不再挑形状
+    data: str = ""  # 训练数据的路径，原样写进配置；空：开工之前要自己填
 
     def __post_init__(self) -> None:
         require("params（参数量）", self.params, 1e6, 1e13)
@@ -153,6 +176,10 @@ class Request:
         if any(int(v) != v for v in (self.gpus, self.seq_len, self.vocab)):
             raise BudgetError("gpus、seq_len、vocab_size 要是整数。")
         device_of(self.device)
+        if self.arch is not None:
+            check_positions(self.arch, self.seq_len)
+        if self.global_batch is not None:
+            check_global_batch(self.global_batch, self.gpus, self.seq_len)
 
     @property
     def vocab(self) -> int:
@@ -188,13 +215,19 @@ def largest_micro_batch(
     request: Request, arch: Architecture, capacity: float, strategy: str, checkpoint: bool,
     gpus: int | None = None,
 ) -> int:
-    """放得下的最大 micro-batch（2 的幂），0 表示一条也放不下；不超过每卡应分到的序列数。"""
+    """放得下的最大 micro-batch（2 的幂），0 表示一条也放不下；不超过每卡应分到的序列数。
+
+    指定了全局 batch 时，micro-batch 要整除每卡的序列数：累积次数才是整数，batch 才一个不差。
+    """
     gpus = gpus or request.gpus
     goal = request.global_batch or default_global_batch(request.params)
-    most = max(1, min(MAX_MICRO_BATCH, goal // (request.seq_len * gpus)))
+    share, rest = divmod(goal, request.seq_len * gpus)  # 每卡应分到的序列数
+    if request.global_batch and rest:
+        return 0  # 换了卡数就分不均
+    most = max(1, min(MAX_MICRO_BATCH, share))
     size = 0
     micro = 1
-    while micro <= most:
+    while micro <= most and not (request.global_batch and share % micro):
         memory = estimate(
             arch, micro_batch=micro, seq_len=request.seq_len, strategy=strategy,
             gpus=gpus, execution=request.execution, checkpoint=checkpoint,
@@ -320,13 +353,27 @@ def cannot_launch(plan: Plan) -> str | None:
     if arch != gpt(arch.d_model, arch.n_layer, arch.n_head, arch.seq_len, arch.vocab_size):
         return "train_gpu.py 只训练本书的 GPT，这个结构要用它自己的训练器"
     if plan.strategy != "ddp":
-        return "这个计划要把状态分到各张卡上，而 train_gpu.py 只做 DDP；FSDP 见 fsdp 一章"
+        return (
+            "这个计划要把状态分到各张卡上，而 train_gpu.py 还只会 DDP；"
+            "怎样分见 fsdp、tensor_parallel、pipeline_parallel 三章，怎样合起来见 mesh 一章"
+        )
     if plan.checkpoint:
-        return "这个计划要重算激活，而 train_gpu.py 不重算；请多用几张卡，或给每层套上 checkpoint"
+        return (
+            "这个计划要重算激活，而 train_gpu.py 还不会重算（见 fsdp 一章）；"
+            "请多用几张卡，或给每层套上 checkpoint"
+        )
     return None
 
 
-def config_values(plan: Plan) -> dict[str, int | float]:
+def new_launch_id() -> str:
+    """每次都不同的编号：日期、时刻与四位随机数。
+
+    torchrun 的 `--rdzv-id` 与输出文件夹都用它：编号相同的两次启动会被当成同一次训练的继续。
+    """
+    return f"plan-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def config_values(plan: Plan, launch_id: str) -> dict[str, int | float | str]:
     """写进 TOML 的键值，名字与 `train_gpu.py` 的选项相同。"""
     arch = plan.arch
     warmup = min(2000, max(1, plan.steps // 25))
@@ -336,32 +383,61 @@ def config_values(plan: Plan) -> dict[str, int | float]:
         "micro_batch": plan.micro_batch, "global_batch_tokens": plan.global_batch,
         "steps": plan.steps, "warmup_steps": warmup, "decay_steps": plan.steps,
         "lr": learning_rate(plan.request.params), "eval_interval": max(1, plan.steps // 50),
-    }
+        "out_dir": f"runs/{launch_id}",
+    } | ({"data": plan.request.data} if plan.request.data else {})
 
 
-def config_toml(plan: Plan) -> str:
-    """配置文件的全文。"""
+def config_toml(plan: Plan, launch_id: str) -> str:
+    """配置文件的全文。没有给数据时留一行说明：内置的小说只有约 40 万个 token。"""
     lines = [
         f"# {plan.arch.params():,} 个参数，{readable(plan.tokens)} token，"
         f"{plan.request.gpus} 张 {plan.device.name}，约 {duration(plan.cost.hours)}"
         f"（MFU {plan.request.mfu:.0%}）。",
         f"# 由 experiments/budget.py plan 写出；预计每卡 {fixed(plan.memory.total, 1)} GB。",
     ]
-    lines += [f"{key} = {value}" for key, value in config_values(plan).items()]
+    for key, value in config_values(plan, launch_id).items():
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value
+        lines.append(f"{key} = {text}")
+    if not plan.request.data:
+        lines.append(
+            f'# data = "…/tokens.pt"  # 填上：这个计划要读 {readable(plan.tokens)} token，'
+            "不填就反复读内置的小说"
+        )
     return "\n".join(lines) + "\n"
 
 
-def launch_command(gpus: int, config: str, gpus_per_node: int = 8) -> str:
-    """启动这个计划的命令；多于一台机器时每台各运行一次。"""
-    script = f"experiments/train_gpu.py --config {config}"
+def nodes_of(gpus: int, per_node: int = GPUS_PER_NODE) -> tuple[int, int]:
+    """(机器数, 每台的进程数)，乘积恰好是卡数；一台放得下就是一台。
+
+    Raises:
+        BudgetError: 多于一台而又放不满；消息里有最近的可行办法。
+    """
+    if gpus <= per_node:
+        return 1, gpus
+    if gpus % per_node == 0:
+        return gpus // per_node, per_node
+    below, above = gpus // per_node * per_node, math.ceil(gpus / per_node) * per_node
+    even = max((k for k in range(2, per_node) if gpus % k == 0), default=None)
+    way = f"；或者每台只用 {even} 张（{gpus // even} 台）：--gpus-per-node {even}" if even else ""
+    raise BudgetError(
+        f"{gpus} 张卡放不满每台 {per_node} 张的机器，torchrun 要每台的进程数相同："
+        f"请用 {below} 或 {above} 张{way}。"
+    )
+
+
+def launch_command(
+    gpus: int, config: str, launch_id: str, gpus_per_node: int = GPUS_PER_NODE
+) -> str:
+    """启动这个计划的命令；多于一台机器时每台各运行一次，`launch_id` 在各台上要相同。"""
+    script = f"experiments/train_gpu.py --config {quote(config)}"
     if gpus == 1:
         return f"python {script}"
-    if gpus <= gpus_per_node:
-        return f"torchrun --standalone --nproc-per-node {gpus} --max-restarts 3 {script}"
+    nodes, processes = nodes_of(gpus, gpus_per_node)
+    if nodes == 1:  # --standalone 每次自己取一个新的编号
+        return f"torchrun --standalone --max-restarts 3 --nproc-per-node {processes} {script}"
     # 多机时节点会增减：不设这个变量，各次集合共用一个 store，重启时常连不上
-    prefix = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun"
-    nodes = math.ceil(gpus / gpus_per_node)
     return (
-        f"{prefix} --nnodes {nodes} --nproc-per-node {gpus // nodes} --max-restarts 3 "
-        f"--rdzv-backend c10d --rdzv-endpoint 主机名:29500 --rdzv-id 1 {script}"
+        f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes {nodes} --max-restarts 3 "
+        f"--rdzv-backend c10d --rdzv-endpoint 主机名:29500 --rdzv-id {launch_id} "
+        f"--nproc-per-node {processes} {script}"
     )

@@ -15,16 +15,14 @@ from experiments.plan.planning import (
     STRATEGY_NAMES,
     Plan,
     Request,
+    default_global_batch,
     make_plan,
     resolve,
     training_hours,
 )
 
 # 计算器里并排比较的几种放法
-COMPARED = (
-    ("ddp", False), ("zero1", False), ("zero2", False), ("zero3", False),
-    ("ddp", True), ("zero3", True),
-)
+COMPARED = (("ddp", False), ("zero3", False), ("ddp", True), ("zero3", True))
 
 
 def strategy_name(strategy: str, checkpoint: bool) -> str:
@@ -44,7 +42,8 @@ def report(plan: Plan) -> dict[str, str]:
         "数据": f"{readable(plan.tokens)} token，C = 6ND = {scientific(plan.flops, 2)} FLOPs",
         "并行": strategy_name(plan.strategy, plan.checkpoint),
         "batch": f"{plan.micro_batch} 条 × {request.gpus} 张卡 × 累积 {plan.accumulation} 次 = "
-                 f"{grouped(plan.global_batch)} token/步，共 {grouped(plan.steps)} 步",
+                 f"{grouped(plan.global_batch)} token/步，共 {grouped(plan.steps)} 步"
+                 + crowded(plan),
         "显存": f"每卡 {fixed(memory.total, 1)} / {fixed(plan.capacity, 0)} GB：{parts(memory)}",
         "时间": f"{duration(cost.hours)}（MFU {fixed(100 * request.mfu, 0)} %）；"
                 f"{fixed(100 * MFU_HIGH, 0)} % 到 {fixed(100 * MFU_LOW, 0)} % 是"
@@ -54,6 +53,15 @@ def report(plan: Plan) -> dict[str, str]:
         "价格": "没有参考价，请给出单价" if cost.price is None else f"${grouped(cost.price)}",
         "电": "未知" if cost.energy is None else f"{grouped(cost.energy)} kWh（满功率、PUE 1.1）",
     }
+
+
+def crowded(plan: Plan) -> str:
+    """没有指定全局 batch，而每卡一条就已超过常用的大小：说出来，不悄悄放大。"""
+    usual = default_global_batch(plan.request.params)
+    least = plan.micro_batch * plan.accumulation == 1
+    if plan.request.global_batch is not None or not least or plan.global_batch <= usual:
+        return ""
+    return f"（这个规模常用 {grouped(usual)}；卡太多，每卡一条也有这么大）"
 
 
 def parts(memory: Memory) -> str:
