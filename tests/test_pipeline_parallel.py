@@ -94,8 +94,8 @@ def everything(me: World) -> dict:
         "equal": pp.equivalence(TINY, batch, FEW, me, ends),
         "accounting": pp.accounting(TINY, batch, FEW, me, ends),
         "unequal": pp.unequal_micro_batches(TINY, batch, FEW, me, ends),
-        "train": [pp.train(TINY, DATA, FEW, me, ends, name) for name in pp.SCHEDULES],
-        "untied": pp.train(TINY, DATA, FEW, me, ends, "1F1B", tied=False, steps=5),
+        "train": pp.train(TINY, DATA, replace(FEW, micro_batches=4), me, ends, "1F1B"),
+        "untied": pp.train(TINY, DATA, FEW, me, ends, "1F1B", tied=False, steps=3),
     }
     chunks = pp.build_chunks(TINY, 0, me)
     pp.pipeline_gradients(chunks, "1F1B", batch, 8, me, ends, tied=False)
@@ -129,14 +129,14 @@ def test_one_step_equals_one_process(seen):
 @pytest.mark.slow
 def test_thirty_steps_equal_one_process(seen):
     """30 步 AdamW：参数与单进程差不到 1e-4（参数走了 1e-2 以上），共享的两份逐位相同。"""
-    for row in seen["train"]:
-        assert row["steps"] == 30 and row["param_diff"] < 1e-4 < 1e-2 < row["param_moved"], f"{row}"
-        assert row["copies_apart"] == 0.0, f"{row}"
+    row = seen["train"]
+    assert row["steps"] == 30 and row["param_diff"] < 1e-4 < 1e-2 < row["param_moved"], f"{row}"
+    assert row["copies_apart"] == 0.0, f"{row}"
 
 
 @pytest.mark.slow
 def test_without_summing_the_tied_gradient_the_copies_part(seen):
-    """首尾两份的梯度不相加：一步的梯度就错了，5 步之后两份已经不同，模型不再是那个模型。"""
+    """首尾两份的梯度不相加：一步的梯度就错了，3 步之后两份已经不同，模型不再是那个模型。"""
     row = seen["untied"]
     assert seen["untied_gradient"] > 1e-2, f"梯度只差 {seen['untied_gradient']}"
     assert row["copies_apart"] > 1e-3 and row["param_diff"] > 1e-3, f"{row}"
