@@ -209,7 +209,7 @@ def library_ulysses(q: Tensor, k: Tensor, v: Tensor, *, me: World) -> Tensor:
 def library_gather(q: Tensor, k: Tensor, v: Tensor, *, me: World, places: list[Tensor]) -> Tensor:
     """Llama 3 的办法：把 k、v 收齐再算自己的 q；反向的 reduce-scatter 由 PyTorch 做。"""
     mine = torch.stack((k, v))
-    both = funcol.all_gather_single_autograd(mine.contiguous(), dist.group.WORLD)
+    both = funcol.all_gather_single_autograd(mine.contiguous(), 0, dist.group.WORLD)
     both = torch.cat(both.view(me.size, *mine.shape).unbind(), dim=3)
     future = places[me.rank][:, None] < torch.cat(places)
     scores = (q @ both[0].mT * q.size(-1) ** -0.5).masked_fill(future, -math.inf)
