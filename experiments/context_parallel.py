@@ -95,11 +95,13 @@ def padded(batch: Batch, multiple: int) -> Batch:
 
 def pass_on(tensor: Tensor, me: World) -> Tensor:
     """发给右邻，收左邻的；`batch_isend_irecv` 把一收一发一起发起，不会互相等死。"""
+    if me.size == 1:
+        return tensor
     box, right, left = torch.empty_like(tensor), (me.rank + 1) % me.size, (me.rank - 1) % me.size
     ops = [dist.P2POp(dist.isend, tensor, right), dist.P2POp(dist.irecv, box, left)]
-    for work in dist.batch_isend_irecv(ops) if me.size > 1 else ():
+    for work in dist.batch_isend_irecv(ops):
         work.wait()
-    return box if me.size > 1 else tensor
+    return box
 
 
 def pairs(here: Tensor, there: Tensor, halves: int) -> list[tuple[slice, slice, Tensor]]:

@@ -114,7 +114,7 @@ def everything(me: World) -> dict:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def seen(request) -> dict:
-    return run_ranks(everything, request.param)[0] | {"p": request.param}
+    return run_ranks(everything, request.param, timeout=240)[0] | {"p": request.param}
 
 
 @pytest.mark.slow
