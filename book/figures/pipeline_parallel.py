@@ -72,12 +72,11 @@ def bubble_curves(formula, recorded: pd.DataFrame) -> Figure:
     m = np.arange(1, 65)
     curves = ((4, 1, "4 段"), (16, 1, "16 段"), (16, 4, "16 个 rank，每个交错 4 段"))
     for color, (p, v, label) in zip(CYCLE, curves, strict=False):
-        ax.plot(m, [100 * formula(p, int(k), v) for k in m], color=color)
-        at = 40
-        ax.annotate(label, (at, 100 * formula(p, at, v)), (at, 100 * formula(p, at, v) + 3.5),
-                    color=color, fontsize=9.5)  # fmt: skip
-    ax.plot(recorded.micro_batches, 100 * recorded.recorded, "o", color=CYCLE[0], ms=6)
+        ax.plot(m, [100 * formula(p, int(k), v) for k in m], color=color, label=label)
+    ax.plot(recorded.micro_batches, 100 * recorded.recorded, "o", color=CYCLE[0], ms=6,
+            label="4 段，录下的")  # fmt: skip
     ax.set(xlabel="micro-batch 数 m", ylabel="空闲，%", ylim=(0, 100), xlim=(0, 65))
+    ax.legend()
     return fig
 
 
