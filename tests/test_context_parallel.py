@@ -142,7 +142,7 @@ def test_one_step_equals_one_process(seen):
     assert [row["T"] for row in seen["equal"]] == [64] * 5 + [61], f"{seen['equal']}"
     for row in seen["equal"]:
         assert row["grad_diff"] < 1e-6 and row["loss_diff"] < 1e-5, f"{row}"
-    assert seen["sharp"] < 1e-6, f"尖锐的注意力：{seen['sharp']}"
+    assert seen["sharp"] < 3e-6, f"尖锐的注意力：{seen['sharp']}"
 
 
 @pytest.mark.slow
