@@ -340,7 +340,7 @@ def test_clip_comes_after_unscale(tmp_path, straight):
 
 def overflow(rank: int) -> None:
     """手脚：第 3 步时 1 号进程的 loss 大到 fp16 的梯度溢出；最后每个进程记下自己的权重。"""
-    original, finish = train_gpu.GPT.forward, train_gpu.finish
+    original, finish = GPT.forward, train_gpu.finish
     calls = [0]
 
     def forward(self, *args, **kwargs):
@@ -356,7 +356,7 @@ def overflow(rank: int) -> None:
         torch.save(report, Path(run.options.out_dir) / f"rank{run.world.rank}.pt")
         return finish(run, stop)
 
-    train_gpu.GPT.forward, train_gpu.finish = forward, record
+    GPT.forward, train_gpu.finish = forward, record
 
 
 @pytest.mark.slow
@@ -681,8 +681,10 @@ def test_a_restart_by_torchrun_resumes_by_itself(straight, tmp_path, monkeypatch
     """同一个 torchrun 重启的进程，命令行写着 scratch 也接着走；另一次启动的 scratch 才从头。"""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-1")
     assert train(tmp_path, steps=15) == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert train(tmp_path) == 0
     assert difference(state(straight), state(tmp_path)) == 0.0
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-2")
     assert train(tmp_path, steps=1) == 0
     assert state(tmp_path)["step"] == 1 and "old-1" in capsys.readouterr().out
