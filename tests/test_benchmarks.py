@@ -94,3 +94,33 @@ def test_committed_result_is_three_times_nanogpt():
     default = table.query("d_model == 128 and batch == 16 and seq_len == 128").set_index("peer")
     times = default["ms"] / default.loc["ours", "ms"]
     assert times["nanogpt"] >= 3 and times["ours_plain"] >= 2.5, times.to_dict()
+
+
+PROMOTABLE = {"commit": "abc1234", "clean": "yes", "cpu": "x", "threads": 2, "torch": "2",
+              "date": "2026-01-01", "ms": 10.0, "iqr_ms": 1.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "limit", "said"),
+    [
+        ([{"clean": "no"}], 0.3, "未提交的改动|未提交改动"),
+        ([{}, {"commit": "def5678"}], 0.3, "混着几个提交"),
+        ([{"iqr_ms": 6.0}], 0.3, "机器太吵"),
+        ([{}], 0.3, ""),
+    ],
+)
+def test_only_clean_and_quiet_results_enter_the_book(tmp_path, monkeypatch, rows, limit, said):
+    """有未提交的改动、混着几个提交、起伏太大：拒绝并说为什么，书里的旧文件不动；好的才复制。"""
+    from benchmarks import promote
+
+    monkeypatch.setenv("BOOK_RESULTS", str(tmp_path))
+    pd.DataFrame([PROMOTABLE | row for row in rows]).to_csv(tmp_path / "x.csv", index=False)
+    target = tmp_path / "measured"
+    options = promote.Options("x", spread="iqr_ms", limit=limit, to=target)
+    if said:
+        with pytest.raises(UserError, match=said):
+            promote.main(options)
+        assert not (target / "x.csv").exists()
+    else:
+        promote.main(options)
+        assert (target / "x.csv").read_bytes() == (tmp_path / "x.csv").read_bytes()
