@@ -1,13 +1,16 @@
 """完整的训练循环：一个文件，CPU 和 GPU、一张卡和许多张卡都是它；什么时候被打断都不丢东西。
 
-    python experiments/train_gpu.py                                            # 一张 GPU，29M
-    torchrun --standalone --nproc-per-node 8 experiments/train_gpu.py          # 八张 GPU
+    python experiments/train_gpu.py --data runs/mine                           # 一张 GPU，29M
+    torchrun --standalone --nproc-per-node 8 experiments/train_gpu.py --data runs/mine    # 八张
     python experiments/train_gpu.py --preset tiny_cpu                          # 2 核 CPU，半分钟
     python experiments/train_gpu.py --preset tiny_cpu --init-from resume       # 接着上次继续
 
 让 torchrun 在一个进程被杀之后自己重启并续训，至多三次：
 
-    torchrun --standalone --nproc-per-node 8 --max-restarts 3 experiments/train_gpu.py
+    torchrun --standalone --nproc-per-node 8 --max-restarts 3 experiments/train_gpu.py …
+
+默认一步读 52 万个 token，内置的小说只有 36 万：不给 --data（由 tokens/prepare.py 准备）就拒绝。
+结局写在 --out-dir 的 status.json 里；同一个文件夹同时只许一个训练。
 
 优先级：命令行 > --config FILE.toml > --preset > 默认值。退出码：0 走完；2 输入有误或存不下；
 3 loss 不是有限数；75 收到 SIGTERM/SIGINT 或到了 --time-limit，已存好，可以 --init-from resume。
