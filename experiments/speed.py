@@ -447,6 +447,13 @@ def in_words(row: pd.Series, name: str | None = None) -> str:
     return what + {"快": "，更快", "慢": "，更慢", "分不出": "，分不出快慢"}[row["verdict"]]
 
 
+def bf16_verdict(table: pd.DataFrame) -> str:
+    """“这台机器上只开 bf16 快不快”，一句话；默认那四个变体的表才有这个问题的答案。"""
+    if "bf16" not in set(table["variant"]):
+        return f"没有量 bf16：{hardware.bf16_support()[1]}"
+    return in_words(table[table["variant"] == "bf16"].iloc[0], "只开 bf16")
+
+
 def conclusions(table: pd.DataFrame) -> list[str]:
     """由测量生成的几句话；换一台机器，话也跟着变。"""
     base, best = table.iloc[0], table[table["keep"]].iloc[-1]

@@ -1,6 +1,8 @@
 """speed 一章的结论：跳过的说明理由、算力算得对、快慢只有一条规矩、句子由测量决定。"""
 
 import os
+import subprocess
+import sys
 import time
 
 import pandas as pd
@@ -280,6 +282,22 @@ def test_the_environment_is_set_before_the_process_starts():
         threads = [pool.submit(torch.get_num_threads).result() for pool in (bound, free)]
     assert seen == ["close", None] and "OMP_PROC_BIND" not in os.environ, seen
     assert threads == [2, 1], f"线程数 {threads}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="只有 Linux 查得到绑核")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="只有一个核，谈不上挤")
+def test_a_bound_parent_squeezes_its_children():
+    """绑核的变量写在整条命令前面，子进程就只剩一个核；在子进程启动时才给，它看得见全部的核。"""
+    parent = "import subprocess, sys, torch; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    alone = "import os; print(len(os.sched_getaffinity(0)))"
+    env = os.environ | BIND | {"OMP_NUM_THREADS": "2"}
+    seen = subprocess.run([sys.executable, "-c", parent, alone], env=env, capture_output=True,
+                          text=True, check=True).stdout  # fmt: skip
+    assert int(seen) == 1, f"绑了核的主进程，子进程看得见 {seen} 个核"
+    with own_process(threads=2, env=BIND) as pool:
+        places = pool.submit(os.sched_getaffinity, os.getpid()).result()
+    assert len(places) > 1, f"主进程自己被绑住了：{places}"
 
 
 def start_and_die(folder: str) -> None:
