@@ -418,8 +418,8 @@ def describe_machine(peaks: Peaks) -> str:
     about = hardware.describe()
     bf16 = f"{peaks.bf16 / 1e9:.0f}" if peaks.bf16 else "没有 bf16 指令，未测"
     return (
-        f"机器：{about['cpu']}，{about['cores']} 核，{about['threads']} 个线程，"
-        f"指令集 {about['isa']}，PyTorch {about['torch']}\n"
+        f"机器：{about['cpu']}，{about['cores']} 核，{about['threads']} 个线程\n"
+        f"指令集 {about['isa']}；PyTorch {about['torch']}\n"
         f"实测峰值：矩阵乘法 fp32 {peaks.fp32 / 1e9:.0f}、bf16 {bf16} GFLOP/s；"
         f"内存带宽 {peaks.bandwidth / 1e9:.1f} GB/s"
     )
@@ -442,7 +442,7 @@ def show(table: pd.DataFrame) -> None:
 
 def in_words(row: pd.Series, name: str | None = None) -> str:
     """一行与它比的那一级的结论，一句话；脚本打印的、书页上写的都是这一句。"""
-    what = f"{name or row['variant']}：是“{row['compared_with']}”的 "
+    what = f"{name or '“' + row['variant'] + '”'}是“{row['compared_with']}”的 "
     what += f"{Ratio(row['ratio'], row['ratio_low'], row['ratio_high'])}倍速度"
     return what + {"快": "，更快", "慢": "，更慢", "分不出": "，分不出快慢"}[row["verdict"]]
 
@@ -451,17 +451,17 @@ def bf16_verdict(table: pd.DataFrame) -> str:
     """“这台机器上只开 bf16 快不快”，一句话；默认那四个变体的表才有这个问题的答案。"""
     if "bf16" not in set(table["variant"]):
         return f"没有量 bf16：{hardware.bf16_support()[1]}"
-    return in_words(table[table["variant"] == "bf16"].iloc[0], "只开 bf16")
+    return in_words(table[table["variant"] == "bf16"].iloc[0], "只开 bf16 ")
 
 
 def conclusions(table: pd.DataFrame) -> list[str]:
     """由测量生成的几句话；换一台机器，话也跟着变。"""
     base, best = table.iloc[0], table[table["keep"]].iloc[-1]
     said = [in_words(row) for _, row in table.iloc[1:].iterrows()]
-    share = f"{best['mfu']:.0%}" if pd.notna(best["mfu"]) else "（峰值量低了，不报）"
+    share = f"{100 * best['mfu']:.0f} %" if pd.notna(best["mfu"]) else "（峰值量低了，不报）"
     whole = Ratio(best["speedup"], best["speedup_low"], best["speedup_high"])
     said.append(
-        f"{best['variant']}：每步平均 {best['mean_ms']:.0f} ms，是“{base['variant']}”的 {whole}"
+        f"“{best['variant']}”每步平均 {best['mean_ms']:.0f} ms，是“{base['variant']}”的 {whole}"
         f"倍速度，达到 {'bf16' if best['bf16'] else 'fp32'} 峰值的 {share}"
     )
     changed = table.loc[~loss_is_kept(table), "variant"]
@@ -484,7 +484,7 @@ def report(table: pd.DataFrame, shares: pd.DataFrame, skipped: dict[str, str]) -
     spent = spent_ms(shares, table).unstack(0).fillna(0)
     spent = spent.sort_values(spent.columns[0], ascending=False).reset_index(names="去向")
     print_table(spent, dict.fromkeys(spent.columns[1:], "{:.1f}"))
-    print("· " + profiling_cost(shares, table))
+    print("· " + profiling_cost(shares, table).replace("：", "：\n  ", 1).replace("；", "；\n  "))
 
 
 def spent_ms(shares: pd.DataFrame, table: pd.DataFrame) -> pd.Series:
@@ -500,7 +500,7 @@ def profiling_cost(shares: pd.DataFrame, table: pd.DataFrame) -> str:
     whole = table.set_index("variant")["mean_ms"]
     each = "；".join(f"{name} 一步 {ms:.0f} ms，平时 {whole[name]:.0f} ms"
                      for name, ms in slow.items())  # fmt: skip
-    return f"剖析本身也花时间：{each}。所以它的毫秒数不与计时混用"
+    return f"剖析本身也花时间：{each}"
 
 
 # --- 跑 ---
