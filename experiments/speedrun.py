@@ -23,7 +23,6 @@ from typing import Literal
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from experiments.lab.paired import Ratio, paired_ratio
 from experiments.lab.results import (
@@ -36,15 +35,14 @@ from experiments.lab.results import (
 )
 from experiments.lab.workers import BIND, own_process
 from experiments.training.recipe import adamw, evaluate, learning_rate
+from experiments.training.small_run import HEAD_DIM, batches, train_steps
 from experiments.training.step import StepOptions, best_options, make_step
 from model import GPT, GPTConfig
-from tokens import load_tokens, sample_batch
+from tokens import Batch, held_out_batches, load_tokens
 from tokens.errors import UserError
 
-Batch = tuple[Tensor, Tensor]  # x 与 y，各 (B, T) 的 int64
-HEAD_DIM = 32  # 每个注意力头的维数，与全书相同
 SEQ_LEN = 128  # token；训练与评估都是这个长度
-EVAL_BATCHES, EVAL_SIZE, EVAL_SEED = 8, 32, 1  # 固定的验证 batch：8 个，每个 32 个序列
+EVAL_BATCHES, EVAL_SEED = 8, 1  # 固定的验证 batch：8 个，每个 32 个序列；所有配方都用这一批
 PARAMS_TOLERANCE = 0.01  # 参数量与起跑线最多差这么多（相对）
 TARGET = 7.13  # nat/token；2026-11-30 由朴素配方的几次运行定下（平均 7.1315），从此不再改
 TUNED_SEEDS = (0, 1, 2)  # 调配方时看过的种子：它们的成绩偏好，不算数
@@ -237,33 +235,9 @@ def rate_factor(step: int, recipe: Recipe) -> float:
     return min(rising, (recipe.steps - step) / (recipe.decay_share * recipe.steps))
 
 
-def batches(data: Tensor, recipe: Recipe, seed: int) -> Iterator[Batch]:
-    """训练 batch，没有尽头：有放回地抽，或一遍一遍不重复地读。
-
-    不重复地读：每一遍随机错开起点，把整本书切成相连的窗口，打乱之后依次取，
-    读完一遍之前没有一个 token 被当作目标两次。`data` 是一维的训练 token。
-    """
-    generator = torch.Generator().manual_seed(seed)
-    if recipe.order == "random":
-        while True:
-            yield sample_batch(data, recipe.batch_size, SEQ_LEN, generator)
-    starts = torch.empty(0, dtype=torch.int64)
-    while True:
-        while len(starts) < recipe.batch_size:
-            offset = int(torch.randint(SEQ_LEN, (1,), generator=generator))
-            windows = (len(data) - 1 - offset) // SEQ_LEN
-            order = torch.randperm(windows, generator=generator)
-            starts = torch.cat((starts, offset + SEQ_LEN * order))
-        rows = starts[: recipe.batch_size, None] + torch.arange(SEQ_LEN + 1)
-        starts = starts[recipe.batch_size :]
-        window = data[rows].long()  # (B, T + 1)
-        yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
-
-
-def held_out(data: Tensor) -> list[Batch]:
-    """固定的验证 batch；所有配方、所有种子都用这同一批。"""
-    generator = torch.Generator().manual_seed(EVAL_SEED)
-    return [sample_batch(data, EVAL_SIZE, SEQ_LEN, generator) for _ in range(EVAL_BATCHES)]
+def source(data: Tensor, recipe: Recipe, seed: int) -> Iterator[Batch]:
+    """配方的训练 batch，没有尽头。`data` 是一维的训练 token。"""
+    return batches(data, recipe.batch_size, SEQ_LEN, recipe.order, seed)
 
 
 # --- 跑一次 ---
@@ -291,33 +265,22 @@ def train(recipe: Recipe, seed: int, *, threads: int | None = None) -> dict:
     fast = best_options()[0] if recipe.fast else StepOptions()
     # 预热用单独的优化器：它的动量与二阶矩不能带进比赛
     throwaway = make_step(model, make_optimizer(model, recipe), fast)
-    warm_seconds = warm_up(throwaway, model, batches(data["train"], recipe, seed=10**6))
+    warm_seconds = warm_up(throwaway, model, source(data["train"], recipe, seed=10**6))
     optimizer = make_optimizer(model, recipe)
-    step = make_step(model, optimizer, fast)
-    losses, seconds = run_steps(recipe, step, optimizer, batches(data["train"], recipe, seed))
+    rows = train_steps(
+        make_step(model, optimizer, fast), optimizer, source(data["train"], recipe, seed),
+        steps=recipe.steps, factor=lambda i: rate_factor(i, recipe), label=recipe.name,
+    )  # fmt: skip
+    curve = pd.DataFrame(rows)
+    seconds = curve["seconds"].sum()  # 从取第一个 batch 到最后一次更新
+    held_out = held_out_batches(data["val"], EVAL_BATCHES, SEQ_LEN, seed=EVAL_SEED)
     return {
         "recipe": recipe.name, "seed": seed, "steps": recipe.steps,
         "tokens": recipe.steps * recipe.batch_size * SEQ_LEN, "params": model.num_params(),
-        "val_loss": evaluate(model, held_out(data["val"])),
-        "train_loss": sum(losses[-20:]) / len(losses[-20:]), "seconds": seconds,
+        "val_loss": evaluate(model, held_out),
+        "train_loss": curve["train_loss"].tail(20).mean(), "seconds": seconds,
         "ms_per_step": seconds / recipe.steps * 1e3, "warm_up_s": warm_seconds,
     }  # fmt: skip
-
-
-def run_steps(
-    recipe: Recipe, step, optimizer, source: Iterator[Batch]
-) -> tuple[list[float], float]:
-    """计时的那一段：从取第一个 batch 到最后一次更新。返回（每步的训练 loss，秒）。"""
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    losses = []
-    start = time.perf_counter()
-    for i in tqdm(range(recipe.steps), desc=recipe.name, file=sys.stderr, mininterval=2,
-                  leave=False):  # fmt: skip
-        factor = rate_factor(i, recipe)
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * factor
-        losses.append(step(*next(source)).item())
-    return losses, time.perf_counter() - start
 
 
 # --- 比赛 ---

@@ -20,13 +20,12 @@ from experiments.speedrun import (
     SEQ_LEN,
     TARGET,
     Options,
-    batches,
     build,
     check_params,
-    held_out,
     make_optimizer,
     rate_factor,
     ruling,
+    source,
     speed_ratio,
     summarize,
     train,
@@ -71,16 +70,22 @@ def test_a_bigger_model_is_refused():
         check_params(GPT(GPTConfig(n_layer=5)))
 
 
-def test_evaluation_is_the_same_for_every_recipe(tokens):
-    """评估用 8 个固定的 batch，每个 32 个序列：与种子、配方、此前用掉的随机数都无关。"""
-    first = held_out(tokens["val"])
-    torch.manual_seed(7)
-    torch.rand(3)
-    second = held_out(tokens["val"])
+def test_evaluation_is_the_same_for_every_recipe(monkeypatch, tokens):
+    """评估用 8 个固定的 batch，每个 32 个序列：与种子、配方都无关。"""
+    used = []
+
+    def record(model, held_out):
+        used.append(held_out)
+        return 0.0
+
+    monkeypatch.setattr(speedrun, "evaluate", record)
+    for recipe, seed in ((replace(BASE, steps=1), 0), (replace(RECORD, steps=1, fast=False), 3)):
+        speedrun.train(recipe, seed)
+    first, second = used
     shapes = {tuple(x.shape) for x, _ in first}
     assert len(first) == 8 and shapes == {(32, SEQ_LEN)}, f"{len(first)} 个 batch，{shapes}"
     for (x, y), (u, v) in zip(first, second, strict=True):
-        assert torch.equal(x, u) and torch.equal(y, v), "两次取到的验证 batch 不同"
+        assert torch.equal(x, u) and torch.equal(y, v), "两次用的验证 batch 不同"
 
 
 def test_ladder_starts_at_base_and_ends_at_the_record():
@@ -100,8 +105,8 @@ def test_epoch_order_reads_every_token_once():
     data = torch.arange(40 * SEQ_LEN)
     seen = {}
     for order in ("epoch", "random"):
-        source = batches(data, replace(BASE, order=order, batch_size=3), seed=0)
-        targets = torch.cat([next(source)[1].flatten() for _ in range(13)])  # 39 个窗口：一遍
+        drawn = source(data, replace(BASE, order=order, batch_size=3), seed=0)
+        targets = torch.cat([next(drawn)[1].flatten() for _ in range(13)])  # 39 个窗口：一遍
         seen[order] = len(targets) - len(targets.unique())
     assert seen["epoch"] == 0 < seen["random"], f"重复的目标：{seen}"
 
@@ -109,8 +114,8 @@ def test_epoch_order_reads_every_token_once():
 def test_epoch_order_crosses_into_the_next_pass():
     """一遍读完接着读下一遍，batch 总是满的，次序重新打乱。"""
     data = torch.arange(10 * SEQ_LEN + 1)
-    source = batches(data, replace(BASE, order="epoch", batch_size=4), seed=0)
-    drawn = [next(source) for _ in range(6)]
+    endless = source(data, replace(BASE, order="epoch", batch_size=4), seed=0)
+    drawn = [next(endless) for _ in range(6)]
     assert {tuple(x.shape) for x, _ in drawn} == {(4, SEQ_LEN)}
     assert all(torch.equal(x + 1, y) for x, y in drawn), "y 应比 x 晚一位"
 
