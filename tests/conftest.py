@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,26 @@ def tiny_tokens(tmp_path_factory) -> Path:
     with atomic_write(path) as temporary:
         torch.save({**data, "meta": {"corpus": "随机", "vocab_size": 256}}, temporary)
     return path
+
+
+@pytest.fixture(autouse=True)
+def clean_process():
+    """训练会改全局的开关与随机数；每个测试之后恢复。"""
+    kept = torch.get_rng_state(), random.getstate()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_rng_state(kept[0])
+    random.setstate(kept[1])
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory) -> Path:
+    """不间断的 40 步，别的运行都与它比较。"""
+    folder = tmp_path_factory.mktemp("straight")
+    from tiny_training import train
+
+    assert train(folder) == 0
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@
 
 import multiprocessing
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from experiments import train_gpu
 from experiments.loop import checkpoint
 from experiments.loop.options import Options
+from experiments.ranks.launch import free_port
 from experiments.ranks.world import LOOPBACK
 
 METHODS = multiprocessing.get_all_start_methods()  # Windows 上只有 spawn
@@ -38,13 +38,6 @@ def tiny(folder: Path, **changes) -> Options:
 def train(folder: Path, **changes) -> int:
     """在本进程里训练；返回退出码。"""
     return train_gpu.main(tiny(folder, **changes))
-
-
-def free_port() -> int:
-    """一个此刻没人用的端口。"""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _child(rank: int, size: int, port: int, options: Options, hook) -> None:
