@@ -27,11 +27,16 @@ def _names(node: ast.AST) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-def code_map(rows: list[tuple[str, str, str]]) -> pd.DataFrame:
-    """(主题, 文件, 符号) 的列表 → 一张带行号的表。"""
-    return pd.DataFrame(
-        [
-            {"主题": topic, "符号": symbol, "位置": f"{path}:{find(path, symbol)}"}
-            for topic, path, symbol in rows
-        ]
-    )
+def code_map(rows: list[tuple[str, ...]], other: str | None = None) -> pd.DataFrame:
+    """(主题, 文件, 符号) 的列表 → 一张带行号的表。
+
+    `other` 给出时是另一份代码的名字，每一行有第四项：那份代码里做同一件事的地方（没有就是 "–"）。
+    """
+    table = [
+        {"主题": topic, "符号": symbol, "位置": f"{path}:{find(path, symbol)}"}
+        for topic, path, symbol, *_ in rows
+    ]
+    if other:
+        for line, row in zip(table, rows, strict=True):
+            line[other] = row[3]
+    return pd.DataFrame(table)
