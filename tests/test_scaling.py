@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
+from experiments.lab.results import ROOT
 from experiments.scaling import (
     SEED_SD,
     Options,
@@ -207,6 +208,37 @@ def test_paired_seeds_tell_apart_what_means_cannot():
     rows = neighbours(table)
     assert rows["told_apart"].tolist() == [True, False], f"{rows}"
     assert rows["gain"].iloc[0] == pytest.approx(0.03, abs=0.01)
+
+
+@pytest.fixture(scope="module")
+def committed() -> dict[str, pd.DataFrame]:
+    """随书提交的几个种子，与留出十回的对照。"""
+    return {name: pd.read_csv(ROOT / "book" / "measured" / f"scaling_{name}.csv")
+            for name in ("seeds", "control")}  # fmt: skip
+
+
+def test_seed_noise_is_the_measured_one(committed):
+    """页面与脚本用的 `SEED_SD` 是提交的几个种子合起来的标准差，相差不到两成。"""
+    sizes = by_size(committed["seeds"])
+    pooled = math.sqrt((sizes["std"] ** 2).mean())
+    assert (sizes["count"] >= 5).all(), f"{sizes}"
+    assert SEED_SD == pytest.approx(pooled, rel=0.2), f"量到的是 {pooled:.4f}"
+
+
+def test_bigger_is_better_by_more_than_the_noise(committed):
+    """最大的比最小的低，逐种子之差的 95 % 区间的下端也大过两倍种子起伏；四个时刻都如此。"""
+    table = committed["seeds"]
+    ends = table[table["params"].isin([table["params"].min(), table["params"].max()])]
+    for step, moment in ends.groupby("step"):
+        pair = neighbours(moment.assign(steps=step)).iloc[0]
+        assert pair["low"] > 2 * SEED_SD, f"第 {step} 步：{pair['low']:.3f}"
+
+
+def test_seeds_are_paired(committed):
+    """同一个种子的各大小读同样的 batch：逐对的差的标准差，小于两次独立训练之差的（√2 倍）。"""
+    independent = math.sqrt(2) * SEED_SD
+    apart = neighbours(committed["seeds"])
+    assert apart["sd"].mean() < independent, f"{apart['sd'].tolist()} 与 {independent:.3f}"
 
 
 def test_prediction_recovers_a_line_and_widens_with_distance():
