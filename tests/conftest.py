@@ -23,6 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["BOOK_RESULTS"] = _results = tempfile.mkdtemp(prefix="book-results-")
 atexit.register(shutil.rmtree, _results, ignore_errors=True)
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # 几个测试进程同时跑：各用一个线程，否则 OpenMP 互相空等
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
 # 子进程在公共的环境之外：输出不缓冲，transformers 不联网
 CHILD_ENV = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 

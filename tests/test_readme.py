@@ -57,7 +57,7 @@ def test_readme_has_exactly_two_one_line_commands() -> None:
     names = [found[1] for found in environments if found and found[1] == found[2]]
     assert len(set(names)) == 2, f"两条命令应各用一个新环境：{commands}"
     assert commands[0].endswith("&& jupyter-book build book"), commands[0]
-    assert commands[1].endswith("&& pytest"), commands[1]
+    assert commands[1].endswith("&& pytest -n 2"), commands[1]
 
 
 def test_readme_environments_are_ignored_by_git() -> None:
