@@ -1,7 +1,10 @@
 """`scaling` 一章的示意图：同样的算力怎样分给参数与数据，以及我们的数据有多少。"""
 
+from collections.abc import Sequence
 from math import log10
 
+import matplotlib.pyplot as plt
+import pandas as pd
 from matplotlib.figure import Figure
 
 from figures.style import INK, arrow, box, canvas, note
@@ -46,6 +49,41 @@ def data_shortage(have: float, tuned: dict[str, float]) -> Figure:
         )
     arrow(ax, (left, 0.55), (left + per_decade * 7.6, 0.55))
     return fig
+
+
+def seeds_apart(means: pd.DataFrame, pairs: pd.DataFrame) -> Figure:
+    """左：每种大小几个种子的平均与区间；右：相邻两级逐种子之差与区间，区间碰到 0 的分不清。"""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4))
+    millions = means["params"] / 1e6
+    left.errorbar(millions, means["mean"], means["half"], fmt="o-", capsize=4)
+    left.set(xscale="log", xlabel="参数量 N（百万，对数刻度）", ylabel="验证 loss（nat/token）")
+    left.set_xticks(millions, [f"{p:.2f}" for p in millions])
+    left.minorticks_off()
+    names = [f"{a / 1e6:.2f} →\n{b / 1e6:.2f} M" for a, b in zip(pairs["small"], pairs["large"],
+                                                               strict=True)]  # fmt: skip
+    color = ["#0072b2" if apart else "#9ca3af" for apart in pairs["told_apart"]]
+    half = pairs["high"] - pairs["gain"]
+    right.bar(names, pairs["gain"], yerr=half, capsize=4, color=color)
+    right.axhline(0, color=INK["plain"].line, lw=0.8)
+    right.set(ylabel="大的低多少（nat）")
+    figure.tight_layout()
+    return figure
+
+
+def gap_parts(parts: pd.DataFrame, sizes: Sequence[str]) -> Figure:
+    """差距的两份：记忆（留出的十回 − 训练）与题材（后 12 回 − 留出的十回），各带区间。"""
+    figure, axis = plt.subplots(figsize=(7.0, 3.2))
+    x = range(len(parts))
+    axis.errorbar(x, parts["memory"], parts["memory_half"], fmt="o-", capsize=4,
+                  label="记忆：没训练过的同样章回 − 训练")  # fmt: skip
+    axis.errorbar(x, parts["subject"], parts["subject_half"], fmt="s--", capsize=4,
+                  label="题材：后 12 回 − 没训练过的同样章回")  # fmt: skip
+    axis.axhline(0, color=INK["plain"].line, lw=0.8)
+    axis.set_xticks(list(x), list(sizes))
+    axis.set(ylabel="差（nat/token）")
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2, fontsize=8.5)
+    figure.tight_layout()
+    return figure
 
 
 def _readable(tokens: float) -> str:
