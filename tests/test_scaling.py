@@ -226,7 +226,7 @@ def test_seed_noise_is_the_measured_one(committed):
 
 
 def test_bigger_is_better_by_more_than_the_noise(committed):
-    """最大的比最小的低：四个时刻逐种子之差的 95 % 区间都不含 0，最后一个的下端还大过两倍种子起伏。"""
+    """最大的比最小的低：四个时刻逐种子之差的区间都不含 0，最后一个的下端还大过两倍种子起伏。"""
     table = committed["seeds"]
     ends = table[table["params"].isin([table["params"].min(), table["params"].max()])]
     low = {step: neighbours(moment.assign(steps=step))["low"].iloc[0]
