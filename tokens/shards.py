@@ -384,9 +384,10 @@ class Shards:
     def chunks(self, starts: torch.Tensor, length: int) -> torch.Tensor:
         """从 `starts`（B,）起各取 `length` 个 token，(B, length) 的 int64。"""
         out = torch.empty(len(starts), length, dtype=torch.int64)
-        for row, start in zip(out, starts.tolist(), strict=True):
-            number = int(torch.searchsorted(self.edges, start, right=True)) - 1
-            filled, offset = 0, start - int(self.edges[number])
+        numbers = torch.searchsorted(self.edges, starts, right=True) - 1  # 各落在哪个分片
+        offsets = starts - self.edges[numbers]
+        for row, number, offset in zip(out, numbers.tolist(), offsets.tolist(), strict=True):
+            filled = 0
             while filled < length:  # 多半一次；跨过边界时接着读下一个分片
                 piece = self.parts[number][offset : offset + length - filled]
                 row[filled : filled + len(piece)] = piece
