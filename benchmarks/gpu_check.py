@@ -4,8 +4,8 @@
     python benchmarks/gpu_check.py --tiny           # 没有 GPU：极小的形状，只把流程走一遍
 
 先跑 `pytest -m gpu`（nccl 的 DDP 与 FSDP、GradScaler、锁页内存、显存），再训练：真实的与随机的
-token、编译与 eager，四次各是一个 `train_gpu.py` 进程，最要紧的先做；每次的时限按剩下的时间分，到时限就停，
-已经走的步照样算数。速度与 50 % 的 MFU 比较，峰值显存与 budget 的估算比较（一成以内）。
+token、编译与 eager，四次各是一个 `train_gpu.py` 进程，最要紧的先做；每次的时限按剩下的时间分，
+到时限就停，已经走的步照样算数。速度与 50 % 的 MFU 比较，峰值显存与 budget 的估算比较（一成以内）。
 结果是一个 JSON，打印出来，也写进 `--out`，文件名带设备名，可以提交。
 这里**不**比较 loss：每次只走几十步。
 """

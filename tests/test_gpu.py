@@ -206,12 +206,10 @@ def test_without_a_gpu_the_check_reports_why_each_test_was_skipped(monkeypatch):
 def test_a_failing_test_reaches_the_result(tmp_path: Path):
     """JUnit 报告里的失败、出错、跳过都数得到，原因是消息的第一行。"""
     report = tmp_path / "r.xml"
-    report.write_text(
-        '<testsuites><testsuite><testcase name="a"/>'
-        '<testcase name="b"><failure message="差 3&#10;细节"/></testcase>'
-        '<testcase name="c"><skipped message="没有"/></testcase><testcase name="d"><error message="坏了"/></testcase></testsuite></testsuites>',
-        encoding="utf-8",
-    )
+    cases = {"a": "", "b": '<failure message="差 3&#10;细节"/>', "c": '<skipped message="没有"/>',
+             "d": '<error message="坏了"/>'}  # fmt: skip
+    inside = "".join(f'<testcase name="{name}">{x}</testcase>' for name, x in cases.items())
+    report.write_text(f"<testsuites><testsuite>{inside}</testsuite></testsuites>", "utf-8")
     found = gpu_check.counts(gpu_check.ElementTree.parse(report))
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1), found
     assert found["reasons"] == {"b": "差 3", "c": "没有", "d": "坏了"}
