@@ -236,7 +236,7 @@ def test_no_validation_text_is_a_clear_error(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("天地玄黄宇宙洪荒\n" * 400, encoding="utf-8")
     prepare(Prepare(text=(tmp_path / "text",), out=tmp_path / "out", shards=True, workers=1,
-                    vocab_size=300, val_fraction=0.002))  # fmt: skip
+                    vocab_size=300, val_fraction=0.01))  # fmt: skip
     with pytest.raises(UserError, match=r"val 只有 \d+ 个 token，不够一个窗口"):
         load_data(tiny(tmp_path, data=str(tmp_path / "out"), **CHANGES))
 
