@@ -47,11 +47,11 @@ class Options:
 
     events: tuple[Event, ...] = ("calm", "node", "master", "slow", "nobody")
     """做哪几件；calm 是标准，总要有"""
-    steps: int = 200
+    steps: int = 100
     """训练走几步"""
     save_every: int = 10
     """每隔几步存一份检查点"""
-    strike: int = 70
+    strike: int = 45
     """走到第几步动手"""
     down: float = 1.0
     """被杀的机器过几秒再开机"""

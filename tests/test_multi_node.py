@@ -9,6 +9,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 import yaml
@@ -299,6 +300,21 @@ def test_machines_are_taken_down_even_after_an_error(namespaces, tmp_path):
         raise ZeroDivisionError
     assert started.poll() is not None and not any(member.is_running() for member in family)
     assert spaces() == before
+
+
+def test_machines_are_taken_down_when_the_script_is_terminated(namespaces, tmp_path):
+    """脚本被 SIGTERM：机器照样拆掉，进程和命名空间一个不留。"""
+    code = ("import sys, os, time\nfrom pathlib import Path\nfrom experiments.ranks import nodes\n"
+            "with nodes.two_nodes() as (a, _):\n"
+            "    a.start(['sleep', '300'], os.environ, Path(sys.argv[1]))\n"
+            "    print(a.space, a.processes()[0].pid, flush=True)\n    time.sleep(300)")
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "log")], text=True,
+                          stdout=subprocess.PIPE, cwd=ROOT) as script:  # fmt: skip
+        space, pid = script.stdout.readline().split()
+        assert space in spaces() and psutil.pid_exists(int(pid))
+        script.terminate()
+        assert script.wait(timeout=60) == 128 + signal.SIGTERM
+    assert space not in spaces() and not psutil.pid_exists(int(pid))
 
 
 def test_two_machines_see_each_other_only_through_the_wire(namespaces, tmp_path):

@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,6 +116,23 @@ def why_not() -> str:
 
 
 @contextlib.contextmanager
+def terminated_politely() -> Iterator[None]:
+    """被 SIGTERM 时像 Ctrl-C 那样抛出异常，`finally` 才有机会拆掉机器；不在主线程里就不管。"""
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
 def two_nodes(*, loopback: bool = False) -> Iterator[tuple[Node, Node]]:
     """两台机器，用完全部拆掉；建不成时抛 `UserError`。"""
     if loopback:
@@ -125,9 +143,10 @@ def two_nodes(*, loopback: bool = False) -> Iterator[tuple[Node, Node]]:
         nodes = tuple(Node(name, address, f"{tag}{name}", space=f"{tag}{name}")
                       for name, address in zip("AB", ADDRESSES, strict=True))  # fmt: skip
     try:
-        if not loopback:
-            connect(*nodes)
-        yield nodes
+        with terminated_politely():
+            if not loopback:
+                connect(*nodes)
+            yield nodes
     finally:
         for node in nodes:
             node.kill()
