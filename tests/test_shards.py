@@ -245,7 +245,7 @@ def test_no_validation_text_is_a_clear_error(tmp_path):
 
 
 def test_a_file_a_thousand_times_larger_costs_no_memory():
-    """提交的测量：2 GB 的分片与 2 MB 的相比，私有的常驻内存差不到 20 MB，取一个 batch 的时间不变。"""
+    """提交的测量：2 GB 的分片与 2 MB 的相比，私有的常驻内存差不到 20 MB，batch 的时间不变。"""
     table = pd.read_csv(ROOT / "book" / "measured" / "shards_memory.csv")
     middle = table.groupby("megabytes")[["anonymous_mb", "batch_ms"]].median()
     small, large = middle.loc[middle.index.min()], middle.loc[middle.index.max()]
