@@ -109,7 +109,8 @@ def why_not() -> str:
     if missing := [name for name in ("ip", "tc") if not shutil.which(name)]:
         return f"没有 {'、'.join(missing)}（Debian 的 iproute2）"
     try:
-        with two_nodes():
+        with two_nodes() as (a, _):  # 建得成也未必进得去：容器里不许挂载 /sys
+            run("ip", "netns", "exec", a.space, "true")
             return ""
     except UserError as error:
         return f"不能建网络命名空间或虚拟网卡（多半不是 root）：{error}"
