@@ -66,7 +66,8 @@ def ddp_gradients(world: World) -> np.ndarray:
     """DDP 平均之后的梯度；张量要经共享内存传，进程一退出就取不到，所以交出数组。"""
     model = seeded_gpt(CONFIG, 0, world.device)
     cards = [world.device.index] if world.device.type == "cuda" else None
-    DistributedDataParallel(model, device_ids=cards)(*mine(world))[1].backward()
+    wrapped = DistributedDataParallel(model, device_ids=cards)  # 反向之前要有人拿着它
+    wrapped(*mine(world))[1].backward()
     return flat_gradients(model).cpu().numpy()
 
 
