@@ -44,18 +44,20 @@ launch() { # 与直接写 torchrun 的参数相同；换成 agent，出错时只
         "$SCRIPT" --out-dir "$OUT" "$@"
 }
 
+mark() { cksum "$OUT/status.json" 2>/dev/null || true; } # 训练一开始就会改写它
+
 running="" stop=""
 trap 'stop=1; kill -TERM "$running" 2>/dev/null || true' TERM INT
-last=$SECONDS # 最近一次还有人的时刻
+last=$SECONDS # 最近一次大家都在的时刻
 while :; do
-    begun=$SECONDS
+    before=$(mark)
     launch "$@" &
     running=$! code=0
     while kill -0 "$running" 2>/dev/null; do # 信号会打断 wait：接着等，等它存完
         wait "$running" && code=0 || code=$?
     done
-    if ((SECONDS - begun > WAIT)); then
-        last=$SECONDS # 训练了很久才断：重新给它 WAIT 秒
+    if [[ $(mark) != "$before" ]]; then
+        last=$SECONDS # 这一次训练起来了才断：重新给它 WAIT 秒
     fi
     if ((code != 69)) || [[ -n $stop ]] || ((SECONDS - last >= WAIT)); then
         exit "$code"
