@@ -29,7 +29,7 @@ export JOB NODES HOST OUT RESTARTS
 # 离时限还有几分钟，减去余量；没有时限就是 0，train_gpu 也把 0 当作不限
 end=$(squeue --noheader --jobs="$JOB" --format=%e)
 if until=$(date -d "$end" +%s 2>/dev/null); then
-    limit=$(awk -v s=$((until - $(date +%s) - ${MARGIN:-300})) 'BEGIN {printf "%.2f", s > 6 ? s / 60 : 0.1}')
+    limit=$(awk -v s=$((until - $(date +%s) - ${MARGIN:-300})) 'BEGIN {printf "%.2f", (s > 6 ? s / 60 : 0.1)}')
 else
     limit=0
 fi
