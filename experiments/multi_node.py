@@ -77,19 +77,22 @@ class Outcome:
     seconds: float = 0.0
     progress: list[tuple[float, int]] = field(default_factory=list)  # （秒，日志里的步数）
     struck: float = float("nan")  # 动手的时刻（秒）
+    back: float = float("nan")  # 那台机器回来（开机、解冻）的时刻（秒）
     said: str = ""  # 两台机器打印的全部
 
+    def reached(self) -> int:
+        """那台机器回来之前走到了第几步：动手的那一瞬，正在走的一步还会走完。"""
+        return max((step for at, step in self.progress if at <= self.back), default=0)
+
     def recovery(self) -> float:
-        """从动手到走得比动手时更远，过了几秒；没有再往前走是 NaN。"""
-        reached = max((step for at, step in self.progress if at <= self.struck), default=0)
-        later = [at for at, step in self.progress if at > self.struck and step > reached]
+        """从动手到走得比坏之前更远，过了几秒；没有再往前走是 NaN。"""
+        later = [at for at, step in self.progress if at > self.back and step > self.reached()]
         return min(later, default=float("nan")) - self.struck
 
     def redone(self) -> int:
-        """动手之后退回了几步：从检查点重做的。"""
-        reached = max((step for at, step in self.progress if at <= self.struck), default=0)
-        after = [step for at, step in self.progress if at > self.struck]
-        return max(0, reached - min(after, default=reached))
+        """回来之后退回了几步：从检查点重做的。"""
+        after = [step for at, step in self.progress if at > self.back]
+        return max(0, self.reached() - min(after, default=self.reached()))
 
 
 # ---------------------------------------------------------------- 启动与旁观
@@ -191,10 +194,12 @@ def happen(event: str, options: Options, nodes: tuple[Node, Node], folder: Path)
         if event == "slow":
             victim.freeze()
             watch.pause(options.frozen)
+            outcome.back = watch.now()
             victim.thaw()
         else:
             victim.kill()
             watch.pause(options.down)
+            outcome.back = watch.now()
             power_on(victim)
     watch.until(lambda: not any(map(running, nodes)))
     outcome.seconds, outcome.progress = watch.now(), watch.progress

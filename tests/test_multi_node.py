@@ -132,6 +132,15 @@ def test_scripts_pass_shellcheck(script):
     assert done.returncode == 0, done.stdout
 
 
+def test_recovery_counts_from_the_blow_to_new_ground():
+    """恢复的秒数数到走过坏之前的最远处，不算动手时正在走完的那一步；退回的步数也从最远处数。"""
+    progress = [(1.0, 24), (2.0, 25), (2.1, 26), (9.0, 20), (9.5, 26), (9.6, 27)]
+    outcome = mn.Outcome("node", progress=progress, struck=2.05, back=3.0)
+    assert outcome.recovery() == pytest.approx(7.55) and outcome.redone() == 6
+    calm = mn.Outcome("calm", progress=progress[:3])
+    assert calm.recovery() != calm.recovery() and calm.redone() == 0
+
+
 # ---------------------------------------------------------------- Kubernetes
 
 
