@@ -1,12 +1,13 @@
-"""GPU 检查：一条命令、至多五分钟，在一张 GPU 上量 gpt_124m 的速度，与 50 % 的 MFU 比较。
+"""GPU 检查：一条命令、至多八分钟：要 GPU 的测试全部跑一遍，再量 gpt_124m 的速度与显存。
 
     python benchmarks/gpu_check.py                  # 一张 GPU
     python benchmarks/gpu_check.py --tiny           # 没有 GPU：极小的形状，只把流程走一遍
 
-真实的与随机的 token、编译与 eager，四次训练各是一个 `train_gpu.py` 进程，最要紧的先做；
-每次的时限按剩下的时间分，到时限就停，已经走的步照样算数。
-结果是一个 JSON（token/s、MFU、峰值显存、机器与版本），打印出来，也写进 `--out`，文件名带设备名，
-可以提交。这里**不**比较 loss：每次只走几十步。
+先跑 `pytest -m gpu`（nccl 的 DDP 与 FSDP、GradScaler、锁页内存、显存），再训练：真实的与随机的
+token、编译与 eager，四次各是一个 `train_gpu.py` 进程，最要紧的先做；每次的时限按剩下的时间分，
+到时限就停，已经走的步照样算数。速度与 50 % 的 MFU 比较，峰值显存与 budget 的估算比较（一成以内）。
+结果是一个 JSON，打印出来，也写进 `--out`，文件名带设备名，可以提交。
+这里**不**比较 loss：每次只走几十步。
 """
 
 import json
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +26,14 @@ import torch
 
 from experiments.lab.hardware import describe, peak_flops
 from experiments.lab.results import ROOT, results_folder, run_main
+from experiments.plan.architecture import gpt
+from experiments.plan.memory import estimate
 from model import GPT, GPTConfig
 from tokens.errors import UserError
 from tokens.files import atomic_write
 
 TARGET_MFU = 0.5
+TOLERANCE = 0.1  # 峰值显存与估算至多差这么多（相对）
 MEASURED = ROOT / "book" / "measured"  # 别处量好、提交进来的结果，书里引用它们
 SHAPE = {"vocab_size": 50_304, "d_model": 768, "n_head": 12, "n_layer": 12, "seq_len": 1024}
 TINY = {"vocab_size": 8192, "d_model": 32, "n_head": 1, "n_layer": 1, "seq_len": 32}
@@ -43,6 +48,8 @@ class Options:
     """结果文件；空是 book/measured/gpu_check_<设备名>.json（--tiny 时在 results/）"""
     seconds: float = 290.0
     """四次训练合计的上限（秒）；编译的每次占两份，eager 的每次占一份"""
+    test_seconds: float = 180.0
+    """要 GPU 的测试合计的上限（秒）；0 表示不跑"""
     micro_batch: int = 16
     """一次前向的序列数（个）；显存不够时减半"""
     accumulation: int = 8
@@ -99,7 +106,44 @@ def measure(options: Options, data: str, compiled: bool, limit: float) -> dict:
     if speed is None:
         slow = f"{limit:.0f} 秒内没有走完第二步；请增大 --seconds 或减小 --accumulation"
         return row | {"error": problem or slow}
-    return row | speed | ({"note": problem} if problem else {})
+    return row | speed | fit(speed, options, compiled) | ({"note": problem} if problem else {})
+
+
+def fit(speed: dict, options: Options, compiled: bool) -> dict:
+    """峰值显存与 budget 的估算：{"estimate_gb", "over"}，over 是超出估算的几成；--tiny 时没有。"""
+    if options.tiny:
+        return {}
+    shape = {name: SHAPE[name] for name in ("d_model", "n_layer", "n_head", "seq_len")}
+    guess = estimate(gpt(**shape, vocab=SHAPE["vocab_size"]), micro_batch=options.micro_batch,
+                     execution="compiled" if compiled else "eager").total  # fmt: skip
+    return {"estimate_gb": round(guess, 2), "over": round(speed["peak_gb"] / guess - 1, 3)}
+
+
+def run_tests(limit: float) -> dict:
+    """`pytest -m gpu`，至多 `limit` 秒：各有几个通过、失败、跳过，失败与跳过的原因。"""
+    with tempfile.TemporaryDirectory(prefix="gpu_check_") as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider",
+                   f"--junitxml={report}", str(ROOT / "tests" / "test_gpu.py")]  # fmt: skip
+        try:
+            subprocess.run(command, cwd=ROOT, capture_output=True, timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"error": f"{limit:.0f} 秒之内没有跑完"}
+        if not report.exists():
+            return {"error": "pytest 没有留下报告"}
+        return counts(ElementTree.parse(report))
+
+
+def counts(report: ElementTree.ElementTree) -> dict:
+    """JUnit 的报告 → 个数，和没有通过的各自的原因。"""
+    found: dict = {"passed": 0, "failed": 0, "skipped": 0, "reasons": {}}
+    for case in report.iter("testcase"):
+        problems = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        kind = problems[0].tag if problems else "passed"
+        found[{"failure": "failed", "error": "failed"}.get(kind, kind)] += 1
+        if problems:
+            found["reasons"][case.get("name")] = problems[0].get("message", "").split("\n")[0]
+    return found
 
 
 def run_for(command: list[str], limit: float) -> tuple[str, str]:
@@ -136,18 +180,24 @@ def summarize(log: pd.DataFrame, options: Options) -> dict | None:
 
 
 def verdict(runs: list[dict]) -> str:
-    """与 50 % 比较的一句话。"""
+    """与 50 % 的 MFU、与估算的显存比较的一句话。"""
     known = [run["mfu"] for run in runs if run.get("mfu") is not None]
     if not known:
         return "没有 MFU：设备不在表里（用 --peak-flops 给出峰值），或者没有一种配置量成。"
     reached = "达到" if max(known) >= TARGET_MFU else "没有达到"
-    return f"最好的 MFU 是 {max(known):.1%}，{reached} {TARGET_MFU:.0%}。"
+    said = f"最好的 MFU 是 {max(known):.1%}，{reached} {TARGET_MFU:.0%}。"
+    worst = max((run["over"] for run in runs if "over" in run), key=abs, default=None)
+    if worst is not None:
+        within = "在一成以内" if abs(worst) <= TOLERANCE else "超出一成"
+        said += f"峰值显存与估算最多差 {worst:+.1%}，{within}。"
+    return said
 
 
 def main(options: Options) -> None:
     """四种配置依次量，打印并保存 JSON。"""
-    name, deadline = device_name(options), time.monotonic() + options.seconds
-    runs = []
+    name, runs = device_name(options), []
+    tests = run_tests(options.test_seconds) if options.test_seconds else {}
+    deadline = time.monotonic() + options.seconds
     for i, (data, compiled) in enumerate(RUNS):
         shares = sum(1 + later for _, later in RUNS[i:])  # 前面省下的，后面分
         limit = (deadline - time.monotonic()) * (1 + compiled) / shares
@@ -156,7 +206,7 @@ def main(options: Options) -> None:
         runs.append(measure(options, data, compiled, max(limit, 1.0)))
     result = {
         "device": name, "model": "tiny" if options.tiny else "gpt_124m", "target_mfu": TARGET_MFU,
-        "verdict": verdict(runs), "runs": runs,
+        "verdict": verdict(runs), "tests": tests, "runs": runs,
         "machine": describe("cpu" if options.tiny else "cuda"),
     }  # fmt: skip
     text = json.dumps(result, ensure_ascii=False, indent=2)

@@ -6,7 +6,7 @@
 同样的命令再运行一次，从没做完的文件接着做。每个文件的结果只由这个文件和分词器决定，
 分词器只由全部文件决定，所以几个进程都得到同样的 id。
 
-这里**不**抽样：`read_shards` 只给出内存映射的张量。
+读的时候，`Shards` 把一份的全部分片当作一条流，按遍打乱、不放回；都是内存映射，不读进内存。
 """
 
 import contextlib
@@ -31,12 +31,13 @@ from tokens.data import id_dtype
 from tokens.encode import encode_file, sample, unigram_entropy, unigram_loss, write_file
 from tokens.errors import UserError
 from tokens.files import atomic_write, sha256
+from tokens.order import shuffled
 from tokens.tokenizer import dump_tiktoken, read_tokenizer, train_bpe
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "val")
 UNITS = ("tokens", "characters", "bytes")
-VERSION = 1  # 分片的格式；改了它，旧的半成品就不接着用
+VERSION = 2  # 分片的格式；改了它，旧的半成品就不接着用
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,8 @@ def _read_one(plan: Plan, work: Path, number: int) -> dict:
 
 def _encode_one(plan: Plan, work: Path, number: int) -> dict:
     """`NNNNN.train.txt`、`NNNNN.val.txt` → `….bin`（小端整数）；返回各自的数。"""
-    tokenizer, found = read_tokenizer(work / "tokenizer.tiktoken"), {}
+    path = work / "tokenizer.tiktoken"
+    tokenizer, found = read_tokenizer(path), {"tokenizer_sha256": sha256(path)}
     for split in SPLITS:
         text = work / f"{number:05}.{split}.txt"
         ids_hash = hashlib.sha256()
@@ -220,7 +222,7 @@ def _encode_one(plan: Plan, work: Path, number: int) -> dict:
             os.fsync(output.fileno())
         found[split] = {
             "tokens": int(count.sum()), "characters": characters, "bytes": text.stat().st_size,
-            "largest_id": int(count.nonzero()[0].max()), "sha256": ids_hash.hexdigest(),
+            "largest_id": int(count.nonzero()[0].max(initial=0)), "sha256": ids_hash.hexdigest(),
         }  # fmt: skip
     return found
 
@@ -279,6 +281,23 @@ def _files(folder: Path, manifest: dict) -> list[tuple[Path, dict]]:
     ]
 
 
+def is_sharded(path: Path) -> bool:
+    """`path` 是不是 `prepare.py --shards` 的结果：它的文件夹，或者其中的 manifest.json。
+
+    文件夹里同时有 tokens.pt 时抛 `UserError`：不猜要哪一份。
+    """
+    if path.name == MANIFEST:
+        return True
+    if not path.is_dir() or not ((path / MANIFEST).exists() or any(path.glob("shards-*"))):
+        return False
+    if (path / "tokens.pt").exists():
+        raise UserError(
+            f"{path} 里既有 tokens.pt 又有分片；请写明要哪一份：--data {path / 'tokens.pt'} 或 "
+            f"--data {path / MANIFEST}。"
+        )
+    return True
+
+
 def read_shards(folder: Path, vocab_size: int | None = None, verify: bool = False) -> dict:
     """映射 `folder` 里的分片，返回 {"train": [一维张量…], "val": [一维张量…], "meta": manifest}。
 
@@ -288,20 +307,34 @@ def read_shards(folder: Path, vocab_size: int | None = None, verify: bool = Fals
     if not (folder / MANIFEST).is_file():
         raise UserError(f"{folder} 里没有 {MANIFEST}：请先运行 prepare.py --shards，或等它做完。")
     manifest = _load(folder / MANIFEST)
-    tokenizer = folder / "tokenizer.tiktoken"
-    if not tokenizer.exists() or sha256(tokenizer) != manifest["tokenizer_sha256"]:
+    try:
+        _check_manifest(folder, manifest, vocab_size or manifest["vocab_size"])
+        dtype, files = id_dtype(manifest["vocab_size"]), _files(folder, manifest)
+        mapped = [_map(path, counts, dtype, verify) for path, counts in files]
+    except (KeyError, TypeError, IndexError) as error:
+        raise UserError(f"{folder / MANIFEST} 里缺东西（{error}）：请重新准备数据。") from error
+    count = len(manifest["shards"])
+    return {"train": mapped[:count], "val": mapped[count:], "meta": manifest}
+
+
+def _check_manifest(folder: Path, manifest: dict, vocab_size: int) -> None:
+    """全部分片、分词器与模型说的是同一个词表；不是就抛 `UserError`。"""
+    tokenizer, mine = folder / "tokenizer.tiktoken", manifest["tokenizer_sha256"]
+    if not tokenizer.exists() or sha256(tokenizer) != mine:
         raise UserError(f"{folder} 的分片与 tokenizer.tiktoken 不配套：请重新准备数据。")
+    for number, shard in enumerate(manifest["shards"]):
+        if (theirs := shard.get("tokenizer_sha256", mine)) != mine:  # 旧的 manifest 没有记
+            raise UserError(
+                f"{folder} 里的第 {number} 个分片（{shard.get('source')}）是用另一个分词器编的"
+                f"（{theirs[:12]}…，别的是 {mine[:12]}…）：同一个 id 是两个词；"
+                "请把这些文件放在一起重新准备。"
+            )
     largest = max(manifest["train_largest_id"], manifest["val_largest_id"])
-    vocab_size = vocab_size or manifest["vocab_size"]
     if largest >= vocab_size:
         raise UserError(
             f"{folder} 里有 id {largest}，但词表只有 {vocab_size} 个词条："
             f"请把模型的 vocab_size 设为至少 {largest + 1}，或重新准备数据。"
         )
-    dtype = id_dtype(manifest["vocab_size"])
-    mapped = [_map(path, counts, dtype, verify) for path, counts in _files(folder, manifest)]
-    count = len(manifest["shards"])
-    return {"train": mapped[:count], "val": mapped[count:], "meta": manifest}
 
 
 def _map(path: Path, counts: dict, dtype: torch.dtype, verify: bool) -> torch.Tensor:
@@ -315,4 +348,48 @@ def _map(path: Path, counts: dict, dtype: torch.dtype, verify: bool) -> torch.Te
         )
     if verify and sha256(path) != counts["sha256"]:
         raise UserError(f"分片 {path} 的哈希与 {MANIFEST} 里的不符，已经损坏：请删掉它，{again}")
+    if not counts["tokens"]:  # 太短的文件分不出验证部分；空文件不能映射
+        return torch.empty(0, dtype=dtype)
     return torch.from_file(str(path), shared=False, size=counts["tokens"], dtype=dtype)
+
+
+class Shards:
+    """一份数据（train 或 val）的全部分片，首尾相接成一条流；什么也不读进内存。
+
+    窗口可以跨过分片的边界，正如它可以跨过一个文件里两篇文章的边界。
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self.parts = [part for part in parts if len(part)]
+        lengths = torch.tensor([0, *map(len, self.parts)])
+        self.edges = lengths.cumsum(0)  # 各分片在流里的起点，末尾是总长
+
+    def __len__(self) -> int:
+        """token 数。"""
+        return int(self.edges[-1])
+
+    def starts(self, first: int, count: int, seq_len: int, *key: object) -> torch.Tensor:
+        """从第 `first` 个序列起的 `count` 个序列的起点，(count,) 的 int64；由 `key` 打乱。
+
+        流切成首尾相接的窗口，每一遍里每个窗口恰好出现一次，次序每遍不同；要至少有一个窗口。
+        """
+        total = (len(self) - 1) // seq_len  # 最后一个窗口还要多一个 token 作目标
+        positions = torch.arange(first, first + count)
+        numbers = torch.empty_like(positions)
+        for epoch in range(first // total, (first + count - 1) // total + 1):
+            inside = positions // total == epoch
+            numbers[inside] = shuffled(positions[inside] % total, total, *key, epoch)
+        return numbers * seq_len
+
+    def chunks(self, starts: torch.Tensor, length: int) -> torch.Tensor:
+        """从 `starts`（B,）起各取 `length` 个 token，(B, length) 的 int64。"""
+        out = torch.empty(len(starts), length, dtype=torch.int64)
+        numbers = torch.searchsorted(self.edges, starts, right=True) - 1  # 各落在哪个分片
+        offsets = starts - self.edges[numbers]
+        for row, number, offset in zip(out, numbers.tolist(), offsets.tolist(), strict=True):
+            filled = 0
+            while filled < length:  # 多半一次；跨过边界时接着读下一个分片
+                piece = self.parts[number][offset : offset + length - filled]
+                row[filled : filled + len(piece)] = piece
+                filled, offset, number = filled + len(piece), 0, number + 1
+        return out

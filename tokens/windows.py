@@ -15,8 +15,14 @@ HELD_OUT_SIZE = 32  # 一个固定的验证 batch 有几个序列
 
 
 def windows(data: Tensor, starts: Tensor, seq_len: int) -> Batch:
-    """从一维的 `data` 里取起点为 `starts`（B,）的窗口；窗口要整个落在 `data` 里。"""
-    chunk = data[starts[:, None] + torch.arange(seq_len + 1)].long()  # (B, T + 1)
+    """从一维的 `data` 里取起点为 `starts`（B,）的窗口；窗口要整个落在 `data` 里。
+
+    `data` 也可以是 `tokens.shards.Shards`：许多分片接成的一条。
+    """
+    if isinstance(data, Tensor):
+        chunk = data[starts[:, None] + torch.arange(seq_len + 1)].long()  # (B, T + 1)
+    else:
+        chunk = data.chunks(starts, seq_len + 1)
     return chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous()
 
 

@@ -4,8 +4,10 @@
 怎么变，读到的都是同一批序列。
 """
 
+import os
 from collections.abc import Iterator
 from hashlib import blake2b
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,18 +16,23 @@ from experiments.loop.options import Options
 from experiments.ranks.world import World
 from experiments.training.recipe import valid_tokens
 from model import IGNORE_INDEX
-from tokens import Batch, load_tokens, windows
+from tokens import Batch, load_shards, load_tokens, windows
 from tokens.errors import UserError
+from tokens.files import expanded
+from tokens.shards import MANIFEST, Shards, is_sharded
 
+VERIFIED = 8e9  # 字节；分片合计不超过它，每次启动就核对一遍哈希（每 GB 约一秒）
 MOST_EPOCHS = 100  # 没有给 --data 时，内置的小说至多读这么多遍
 
 
 def load_data(options: Options) -> dict:
-    """真实的 token，或者随机的（量速度用）；两份都要够长，id 都要在词表里。"""
+    """真实的 token（一个文件或许多分片），或者随机的；两份都要够长，id 都要在词表里。"""
     if options.data == "synthetic":
         g = generator_for(options.seed, "synthetic")
         train, val = (torch.randint(options.vocab_size, (n,), generator=g) for n in (10**6, 10**5))
         data = {"train": train, "val": val, "meta": {"ids_sha256": f"synthetic-{options.seed}"}}
+    elif options.data and is_sharded(path := expanded(options.data)):
+        data = read_shards(path.parent if path.name == MANIFEST else path, options.vocab_size)
     else:
         data = load_tokens(options.data or None, vocab_size=options.vocab_size)
     refuse_rereading(options, len(data["train"]))
@@ -36,6 +43,15 @@ def load_data(options: Options) -> dict:
                 f"{options.seq_len + 1}）；请减小 --seq-len 或换更长的数据。"
             )
     return data
+
+
+def read_shards(folder: Path, vocab_size: int) -> dict:
+    """映射许多分片，各接成一条流。哈希只由 0 号进程核对；太大就只核对大小。"""
+    data = load_shards(folder, vocab_size)
+    size = sum(part.nbytes for split in ("train", "val") for part in data[split])
+    if os.environ.get("RANK", "0") == "0" and size <= VERIFIED:
+        load_shards(folder, vocab_size, verify=True)
+    return {"train": Shards(data["train"]), "val": Shards(data["val"]), "meta": data["meta"]}
 
 
 def refuse_rereading(options: Options, tokens: int) -> None:
@@ -62,16 +78,20 @@ def masked_windows(tokens: Tensor, starts: Tensor, options: Options) -> Batch:
 
 
 def step_batches(
-    tokens: Tensor, step: int, options: Options, rank: int, size: int
+    tokens: Tensor | Shards, step: int, options: Options, rank: int, size: int
 ) -> list[Batch]:
     """第 `step` 步里这个进程的 micro-batch。先抽整个全局 batch，再按位置分：
 
     第 k 个 micro-batch 的第 r 个进程拿第 k·size + r 份。所以进程数、累积次数怎么变，
     全局 batch 都是同一批序列；各进程读的一定不重样。
+    一个文件里有放回地抽；许多分片则一遍一遍不放回地读，第几个序列在哪里同样是算出来的。
     """
     sequences = options.global_batch_tokens // options.seq_len
-    high = len(tokens) - options.seq_len
-    starts = torch.randint(high, (sequences,), generator=generator_for(options.seed, "train", step))
+    if isinstance(tokens, Shards):
+        starts = tokens.starts(step * sequences, sequences, options.seq_len, options.seed, "train")
+    else:
+        high, g = len(tokens) - options.seq_len, generator_for(options.seed, "train", step)
+        starts = torch.randint(high, (sequences,), generator=g)
     mine = starts.split(options.micro_batch)[rank::size]
     return [masked_windows(tokens, some, options) for some in mine]
 

@@ -35,7 +35,7 @@ def choose_start(options: Options, given: set[str], world: World) -> Start:
         state = world.together(lambda: checkpoint.read(path))
         finished = state["step"] >= state["config"]["steps"]
         restarted = checkpoint.same_launch(state, out_dir)
-        if finished and checkpoint.restart_count() == 0:
+        if finished and world.on_master(checkpoint.restart_count) == 0:  # 各台的次数可以不同
             restarted = False  # 走完了的不会再被重启：相同的 --rdzv-id 只是忘了换
         if options.init_from == "resume" or restarted:
             return resume(options, given, state, path, world)

@@ -119,9 +119,11 @@ class RanksFailed(RuntimeError):
     """有一个进程没有做完；消息里是它的 traceback，或者「超时」。"""
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: object, timeout: float = 120.0
-              ) -> list[Any]:  # fmt: skip
-    """起 `size` 个进程，每个都加入同一个 gloo 进程组并执行 `function(world, *args)`。
+def run_ranks(function: Callable[..., Any], size: int, *args: object, timeout: float = 120.0,
+              device: str = "cpu") -> list[Any]:  # fmt: skip
+    """起 `size` 个进程，每个都加入同一个进程组并执行 `function(world, *args)`。
+
+    `device` 是 cpu（gloo）或 cuda（nccl，每个进程一张卡）。
 
     返回各进程的返回值，按 rank。`function` 要能 pickle（模块顶层的函数）。每个进程一个计算线程。
     有一个出错就杀掉其余的，抛 `RanksFailed`，带着它的 traceback；`timeout`（秒）之内没有做完也是。
@@ -135,7 +137,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: object, timeout: f
     for rank in range(size):
         mine, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank_main, args=(theirs, rank, size, port, function, args), daemon=True
+            target=_rank_main, args=(theirs, rank, size, port, device, function, args), daemon=True
         )
         process.start()
         theirs.close()  # 只留子进程那一份：它一死这边就读到 EOF
@@ -173,7 +175,9 @@ def _collect(pipes: list, timeout: float) -> list[Any]:
     return [answers[rank] for rank in range(len(pipes))]
 
 
-def _rank_main(pipe, rank: int, size: int, port: int, function: Callable, args: tuple) -> None:
+def _rank_main(
+    pipe, rank: int, size: int, port: int, device: str, function: Callable, args: tuple
+) -> None:
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
@@ -181,7 +185,7 @@ def _rank_main(pipe, rank: int, size: int, port: int, function: Callable, args: 
         "GLOO_SOCKET_IFNAME": LOOPBACK,
     }  # fmt: skip
     try:
-        with joined("cpu") as world:
+        with joined(device) as world:
             answer = function(world, *args)
         pipe.send((True, answer))
     except BaseException:

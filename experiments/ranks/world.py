@@ -96,15 +96,19 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 
 def attempt_store(size: int) -> dist.Store:
-    """各进程交换地址的 TCP store，键前加上「第几次重启」。
+    """各进程交换地址的 TCP store，没有上一次留下的地址。
 
     torchrun 重启工作进程时沿用同一个 store，上一次的地址还留在里面：不加前缀，新进程会去连
     已经死掉的进程，报 `Gloo connectFullMesh failed`，把 --max-restarts 一次次耗光。
+    不沿用时（TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1，几台机器时要它）每次都是 0 号新开的，不能加
+    前缀：一台机器回来之后，它的「第几次重启」与别人的不同，各写各的就永远会不齐。
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosting = os.environ["RANK"] == "0" and not agent_hosts
     store = dist.TCPStore(host, port, size, is_master=hosting, multi_tenant=not agent_hosts)
+    if not agent_hosts:
+        return store
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
