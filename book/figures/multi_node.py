@@ -29,8 +29,8 @@ def who_talks_to_whom() -> Figure:
     arrow(ax, (9.9, 6.5), (7.2, 6.5), "会合", role="comm", both=True)
     arrow(ax, (7.1, 4.3), (9.9, 4.3), "梯度", role="gradient", both=True)
     box(ax, 4.4, 0.3, 8.2, 1.2, "共享盘：检查点、log.csv、status.json", role="weight")
-    arrow(ax, (3.6, 3.5), (5.6, 1.5), "只有 0 号写", role="weight", offset=(-1.6, 0.0))
-    arrow(ax, (11.4, 1.5), (13.0, 3.5), "都要读", role="weight", offset=(1.3, -0.1))
+    arrow(ax, (3.6, 3.5), (5.6, 1.5), "只有 0 号写", role="weight", offset=(-1.9, -0.5))
+    arrow(ax, (11.4, 1.5), (13.0, 3.5), "都要读", role="weight", offset=(1.4, -0.5))
     return fig
 
 
@@ -55,6 +55,6 @@ def _one(ax: Axes, rows: pd.DataFrame, title: str) -> None:
     ax.step(rows["seconds"], rows["step"], where="post", color=CYCLE[0])
     if pd.notna(struck := rows["struck"].iloc[0]):
         ax.axvline(struck, color=CYCLE[1], linestyle="--", linewidth=1.4)
-        ax.annotate("动手", (struck, 0.02), xycoords=("data", "axes fraction"), ha="right",
+        ax.annotate("动手", (struck, 0.9), xycoords=("data", "axes fraction"), ha="right",
                     xytext=(-4, 0), textcoords="offset points", color=CYCLE[1])  # fmt: skip
     ax.set_title(title, fontsize=10.5)
