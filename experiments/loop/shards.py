@@ -233,10 +233,11 @@ def load_whole(folder: Path, state: dict) -> dict:
             **{moment: moments[moment][name] for moment in MOMENTS}}
         for i, name in enumerate(names)
     }  # fmt: skip
-    groups, count = [], 0
-    for settings, size in state["groups"]:
-        groups.append(settings | {"params": list(range(count, count + size))})
-        count += size
+    matrices = sum(p.dim() >= 2 for p in meta_model(config).parameters())
+    count = len(parameter_names(config))
+    members = (list(range(matrices)), list(range(matrices, count)))
+    groups = [settings | {"params": some}
+              for settings, some in zip(state["groups"], members, strict=True)]  # fmt: skip
     return {"model": {name: weights[name] for name in meta_model(config).state_dict()},
             "optimizer": [{"state": entries, "param_groups": groups}]}  # fmt: skip
 
@@ -245,9 +246,9 @@ def load_whole(folder: Path, state: dict) -> dict:
 
 
 def optimizer_summary(optimizer: torch.optim.Optimizer) -> dict:
-    """张量之外的优化器状态：更新了几次，每组的超参数与参数个数。"""
+    """张量之外的优化器状态：更新了几次，两组参数各自的超参数。"""
     entries = list(optimizer.state.values())
-    groups = [[{k: v for k, v in group.items() if k != "params"}, len(group["params"])]
+    groups = [{k: v for k, v in group.items() if k != "params"}
               for group in optimizer.param_groups]  # fmt: skip
     return {"updates": int(entries[0]["step"]) if entries else 0, "groups": groups}
 
