@@ -113,7 +113,10 @@ def build(start: Start, world: World, data: dict) -> Run:
         world.say(f"不编译，用 eager：{reason}。")
     compile_it = options.compile and possible
     plain, dealer = layout.mesh is None, world.master and start.shards is None
-    raw = world.together(lambda: initial_model(start, whole=plain or dealer))
+    if plain:
+        raw = initial_model(start, whole=True)
+    else:  # 只有 0 号读得到错：先说出来，别人才不会等它广播
+        raw = world.together(lambda: initial_model(start, whole=dealer))
     full = {} if plain or not dealer else shards.split_names(raw.state_dict())
     if options.recompute == "blocks":
         recompute_blocks(raw)
