@@ -80,7 +80,8 @@ def train_command(options: Options, data: str, compiled: bool, folder: str) -> l
         **shape, "micro_batch": options.micro_batch, "global_batch_tokens": tokens,
         "data": data or str(ROOT / "tokens" / "tokens.pt"),  # 写明：本来就要把小说读许多遍
         "out_dir": folder, "steps": 30 if options.tiny else 100_000,
-        "decay_steps": 100_000, "lr": 6e-4, "eval_interval": 100_000, "eval_iters": 1,
+        "decay_steps": 100_000, "lr": 6e-4, "eval_interval": 100_000,
+        "eval_tokens": options.micro_batch * shape["seq_len"],
         "log_interval": 1, "peak_flops": options.peak_flops,
         "device": "cpu" if options.tiny else "cuda",
     }  # fmt: skip

@@ -284,7 +284,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def run_plan(options: PlanOptions) -> None:
-    """排计划、打印；能直接开跑时写出配置文件与启动命令。"""
+    """排计划、打印，写出配置文件与启动命令；train_gpu.py 跑不了的结构不写，说出理由。"""
     request = request_of(options)
     try:
         plan = make_plan(request)

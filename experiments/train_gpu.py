@@ -4,6 +4,7 @@
     torchrun --standalone --nproc-per-node 8 experiments/train_gpu.py --data runs/mine    # 八张
     python experiments/train_gpu.py --preset tiny_cpu                          # 2 核 CPU，半分钟
     python experiments/train_gpu.py --preset tiny_cpu --init-from resume       # 接着上次继续
+    torchrun … experiments/train_gpu.py --parallel fsdp --recompute blocks     # 一张卡放不下
 
 让 torchrun 在一个进程被杀之后自己重启并续训，至多三次：
 
@@ -16,30 +17,34 @@
 3 loss 不是有限数；75 收到 SIGTERM/SIGINT 或到了 --time-limit，已存好，可以 --init-from resume。
 """
 
-import math
 import os
 import sys
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from experiments.loop import checkpoint, status
 from experiments.loop.batches import Feed, evaluation_batches, load_data, to_device, to_host
 from experiments.loop.command_line import parse
+from experiments.loop.health import (
+    Diverged,
+    require_finite,
+    require_finite_weights,
+    require_scale,
+)
 from experiments.loop.log import Meter, RunLog, announce, log_line
 from experiments.loop.options import Options, check
-from experiments.loop.run import Run, build, set_numerics, snapshot
-from experiments.loop.start import choose_start, compare_vocabulary
+from experiments.loop.parallel import clip
+from experiments.loop.run import Run, build, set_numerics, store
+from experiments.loop.start import choose_start, compare_vocabulary, same_everywhere
 from experiments.ranks.world import Interruption, World, leave_world, start_world
 from experiments.training.recipe import learning_rate, set_learning_rate, valid_tokens
 from tokens.errors import UserError, tolerate_narrow_output
 
 PRESETS = Path(__file__).parent / "presets"
 PATHS = ("config", "out_dir", "init_from", "data")  # 开头的 ~ 展开成主目录
-MIN_SCALE = 1e-3  # fp16 的损失缩放比例低于它就停
 EXIT_DIVERGED, EXIT_INTERRUPTED = 3, 75  # 75 是 sysexits.h 的 EX_TEMPFAIL：稍后再试
 
 
@@ -52,6 +57,7 @@ def main(options: Options, given: set[str] | None = None) -> int:
         check(options, int(os.environ.get("WORLD_SIZE", 1)))
     world = start_world(options.device)
     try:
+        same_everywhere(options, world)
         with status.exclusive(Path(options.out_dir), world):
             code = attempt(options, set(asdict(options)) if given is None else given, world)
     except UserError:
@@ -113,7 +119,7 @@ def loop(run: Run, log: RunLog | None, interruption: Interruption) -> int:
     options, tokens = run.options, run.options.global_batch_tokens
     meter = Meter(run.raw.flops_per_token(), tokens, run.world.device, run.world.size,
                   options.peak_flops)  # fmt: skip
-    feed = Feed(run.data["train"], run.step, options, run.world)
+    feed = Feed(run.data["train"], run.step, options, run.layout.readers)
     pending, begun = None, run.step
     while True:
         rate = learning_rate(
@@ -159,55 +165,25 @@ def train_step(run: Run, feed: Feed) -> tuple[Tensor, Tensor]:
 
     返回全局的 loss（按有效 token 加权）与梯度范数；都留在设备上，不强迫同步。
     """
-    total = torch.zeros((), device=run.world.device)
+    total, readers = torch.zeros((), device=run.world.device), run.layout.readers
     for k in range(run.accumulation):
         last = k == run.accumulation - 1
         x, y, weight = feed.take()
-        # 除最后一份外都不通信；no_sync 要罩住前向和反向：DDP 在前向时就决定要不要同步。
-        with nullcontext() if last or run.model is run.forward else run.model.no_sync():
+        with run.syncing(last):  # 除最后一份外，梯度都只在本地累加
             with run.autocast():
                 _, loss = run.model(x, y, reduction="sum", fused_loss=run.fused_loss)
             feed.prefetch()  # 前向已经发出：GPU 在算，CPU 读下一份（拷贝仍排在计算之后）
             run.scaler.scale(loss * weight).backward()
-        total += loss.detach() * weight / run.world.size
+        total += loss.detach() * weight / readers.size
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)  # 先还原，再裁剪：缩放过的范数没有意义
-    limit = run.options.grad_clip or float("inf")
-    norm = nn.utils.clip_grad_norm_(run.raw.parameters(), limit)
+    norm = clip(run.raw.parameters(), run.options.grad_clip)
     for optimizer in run.optimizers:
         run.scaler.step(optimizer)  # fp16 溢出时跳过；梯度已经全归约，所有进程一起跳
     run.scaler.update()
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
-    return run.world.sum(total), norm
-
-
-class Diverged(Exception):
-    """loss 或梯度不是有限数；消息给出步数、数据位置和最后一个好的检查点。"""
-
-
-def require_finite(run: Run, step: int, pair: Tensor, copied: torch.cuda.Event | None) -> None:
-    """第 `step` 步的 (loss, 梯度范数) 有一个不是有限数就停；fp16 的溢出由 scaler 跳过，不算。"""
-    if copied:
-        copied.synchronize()
-    values = pair.tolist()
-    if all(map(math.isfinite, values[: 1 if run.scaler.is_enabled() else 2])):
-        return
-    first = step * run.options.global_batch_tokens // run.options.seq_len
-    last = first + run.options.global_batch_tokens // run.options.seq_len - 1
-    good = f"{Path(run.options.out_dir) / checkpoint.LAST}（第 {run.saved} 步）"
-    raise Diverged(
-        f"第 {step} 步的 loss 是 {values[0]}，梯度范数是 {values[1]}：停下，不存这一步。"
-        f"数据位置：种子 {run.options.seed} 的第 {first}–{last} 个序列；最后一个好的检查点："
-        f"{good if run.saved >= 0 else '还没有'}。可以从它续训，并调低 --lr 或检查这段数据。"
-    )
-
-
-def require_scale(run: Run) -> None:
-    """fp16 的比例从 65536 一路减半到这么小：二十几步连着溢出，权重早已不再更新。"""
-    if (scale := run.scaler.get_scale()) < MIN_SCALE:
-        raise Diverged(f"到第 {run.step} 步，fp16 的梯度仍然每步溢出（比例已减到 {scale:.1e}），"
-                       "权重没有更新；请调低 --lr，或用 --dtype bfloat16、float32。")  # fmt: skip
+    return readers.sum(total), norm
 
 
 # ---------------------------------------------------------------- 评估与检查点
@@ -215,22 +191,22 @@ def require_scale(run: Run) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float]:
-    """两份数据各 `eval_iters` 个固定 batch 的平均 loss，由所有进程分摊，按 token 加权。
+    """两份数据各 `eval_tokens` 个固定的 token 的平均 loss，由所有进程分摊，按 token 加权。
 
     用 `forward` 而不是 DDP 的外壳：只有一部分进程进 DDP 的前向，会一直等别人。
     """
-    world, losses = run.world, {}
+    device, readers, losses = run.world.device, run.layout.readers, {}
     run.forward.eval()
     for split in ("train", "val"):
         sums = torch.zeros(2, dtype=torch.float64)
-        for x, y in evaluation_batches(run.data[split], split, run.options, world):
-            with run.autocast():
+        for x, y in evaluation_batches(run.data[split], split, run.options, readers):
+            with run.syncing(True), run.autocast():
                 _, loss = run.forward(
-                    to_device(x, world.device), to_device(y, world.device),
+                    to_device(x, device), to_device(y, device),
                     reduction="sum", fused_loss=run.fused_loss,
                 )  # fmt: skip
             sums += torch.tensor((loss.item(), valid_tokens(y)), dtype=torch.float64)
-        total, count = world.sum(sums).tolist()
+        total, count = readers.sum(sums).tolist()
         if not count:
             reason = "没有一个有效的目标（都等于 --ignore-token）"
             raise UserError(f"{split} 的评估里{reason}；请检查数据或 --ignore-token。")
@@ -241,19 +217,8 @@ def evaluate(run: Run) -> dict[str, float]:
 
 def save(run: Run, *, best: bool = False) -> None:
     """存一份；存不下就大声说，旧的仍在，训练继续，下次再试。"""
-    if not all(p.isfinite().all() for p in run.raw.parameters()):
-        raise Diverged(f"第 {run.step} 步之后的权重不是有限数：不存。最后存的是第 {run.saved} 步。")
-    state = snapshot(run)
-
-    def write() -> str:
-        try:
-            checkpoint.save(run.options.out_dir, state, best=best)
-        except (UserError, OSError, RuntimeError) as error:
-            return str(error)
-        return ""
-
-    problem = run.world.on_master(write)
-    if not problem:
+    require_finite_weights(run)
+    if not (problem := store(run, best=best)):
         run.saved = run.step
     else:
         run.world.say(f"警告：第 {run.step} 步没有存成（{problem}）；旧的仍完好。", error=True)

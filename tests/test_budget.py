@@ -482,11 +482,10 @@ def test_plan_of_one_billion_on_eight_h100():
 
 
 def test_plan_of_seven_billion_needs_fsdp():
-    """7B 的状态 112 GB 放不进一张 H100：计划改用 FSDP，并说 train_gpu.py 跑不了它。"""
+    """7B 的状态 112 GB 放不进一张 H100：计划改用 FSDP，配置里就写着。"""
     plan = make_plan(Request(7e9, gpus=64))
-    assert plan.strategy == "zero3"
-    said = planning.cannot_launch(plan)
-    assert all(name in said for name in ("fsdp", "tensor_parallel", "pipeline_parallel", "mesh"))
+    assert plan.strategy == "zero3" and planning.cannot_launch(plan) is None
+    assert planning.config_values(plan, "id")["parallel"] == "fsdp"
 
 
 def test_plan_prefers_recomputation_to_defeat():

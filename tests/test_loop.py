@@ -185,11 +185,11 @@ def test_best_loss_is_lowered_only_when_best_was_written(tmp_path, monkeypatch):
     """最好的一份没有存成，就还不是「最好的」：下一次仍要存它。"""
     original, refused = checkpoint.save, []
 
-    def save(folder, snapshot, *, best=False):
+    def save(folder, snapshot, *, best=False, **how):
         if best and not refused and snapshot["step"]:
             refused.append(snapshot["step"])
             raise UserError("磁盘已满")
-        return original(folder, snapshot, best=best)
+        return original(folder, snapshot, best=best, **how)
 
     losses = {0: 5.0, 10: 3.0, 20: 4.0}
     monkeypatch.setattr(train_gpu, "evaluate", lambda run: {"val_loss": losses[run.step]})

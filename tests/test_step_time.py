@@ -262,7 +262,8 @@ def test_a_plan_that_needs_cutting_names_its_layout(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["budget.py", "plan", "--params", "7e9", "--gpus", "64"])
     budget.command_line()
     said = capsys.readouterr().out
-    assert "布局    FSDP 64，" in said and "没有写配置" in said, said
+    assert "布局    FSDP 64，" in said and "train_gpu.py 的选项：--parallel fsdp" in said, said
+    assert 'parallel = "fsdp"' in said, said
     with pytest.raises(BudgetError, match="只有 a100、h100 的规格"):
         layout_for(Request(7e9, "4090", 64))
 

@@ -72,7 +72,7 @@ def test_fused_loss_keeps_no_logits_for_the_backward(tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_gpu, "train_step", train_step)
     for fused in (True, False):
-        changes = {"vocab_size": 4096, "micro_batch": 8, "eval_iters": 1, "fused_loss": fused}
+        changes = {"vocab_size": 4096, "micro_batch": 8, "eval_tokens": 256, "fused_loss": fused}
         assert train(tmp_path / str(fused), steps=1, **changes) == 0
     logits = 8 * 32 * 4096
     assert biggest[True] < logits <= biggest[False], biggest
@@ -165,10 +165,10 @@ def test_all_ranks_skip_an_overflow_together(tmp_path):
 
 @pytest.mark.slow
 def test_evaluation_is_the_same_for_any_number_of_ranks(tmp_path):
-    """3 个验证 batch 由 1 或 2 个进程分摊、有效 token 数不等：同样的权重，loss 差 < 1e-6。"""
+    """13 个验证序列由 1 或 2 个进程分摊、有效 token 数不等：同样的权重，loss 差 < 1e-6。"""
     losses = {}
     for size in (1, 2):
-        folder, changes = tmp_path / str(size), {"eval_iters": 3, "ignore_token": 7, "steps": 1}
+        folder, changes = tmp_path / str(size), {"eval_tokens": 416, "ignore_token": 7, "steps": 1}
         assert train_ranks(size, folder, still_training, **changes) == [0] * size
         losses[size] = pd.read_csv(folder / "log.csv")["val_loss"].iloc[0]
     assert abs(losses[1] - losses[2]) < 1e-6 and abs(losses[1] - math.log(256)) < 0.1, losses

@@ -25,8 +25,8 @@ FORK.set_forkserver_preload(["torch", "experiments.train_gpu", "tiny_training"])
 TINY = {
     "vocab_size": 256, "d_model": 32, "n_head": 2, "n_layer": 2, "seq_len": 32, "micro_batch": 4,
     "global_batch_tokens": 512, "steps": 40, "warmup_steps": 5, "decay_steps": 40, "lr": 3e-3,
-    "eval_interval": 10, "eval_iters": 4, "log_interval": 1, "data": "synthetic", "device": "cpu",
-    "dtype": "float32", "compile": False, "fused_loss": True,
+    "eval_interval": 10, "eval_tokens": 512, "log_interval": 1, "data": "synthetic",
+    "device": "cpu", "dtype": "float32", "compile": False, "fused_loss": True,
 }  # fmt: skip
 
 

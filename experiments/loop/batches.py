@@ -4,6 +4,7 @@
 怎么变，读到的都是同一批序列。
 """
 
+import math
 import os
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -117,26 +118,35 @@ def to_host(loss: Tensor, norm: Tensor) -> tuple[Tensor, torch.cuda.Event | None
 
 
 def evaluation_batches(
-    tokens: Tensor, split: str, options: Options, world: World
+    tokens: Tensor, split: str, options: Options, readers: World
 ) -> Iterator[Batch]:
-    """这个进程分到的固定的评估 batch：同一份数据总是同一批，不论模型与时刻。"""
-    starts = torch.randint(
-        len(tokens) - options.seq_len, (options.eval_iters, options.micro_batch),
-        generator=generator_for(options.seed, "evaluate", split),
-    )  # fmt: skip
-    for some in starts[world.rank :: world.size]:
-        yield masked_windows(tokens, some, options)
+    """这个进程分到的固定的评估 batch：同一份数据总是同一批序列，不论模型、时刻与 micro_batch。
+
+    每个进程给出同样多、同样大的 batch，不够的用没有有效目标的序列补齐：权重切开之后前向要通信，
+    少走一次，别人就一直等；大小不变，编译过的模型也不必再编译一次。
+    """
+    count, micro = max(1, options.eval_tokens // options.seq_len), options.micro_batch
+    starts = torch.randint(len(tokens) - options.seq_len, (count,),
+                           generator=generator_for(options.seed, "evaluate", split))  # fmt: skip
+    mine = starts[readers.rank :: readers.size]
+    rounds = math.ceil(count / (readers.size * micro))
+    padded = torch.cat((mine, starts[:1].expand(rounds * micro - len(mine))))
+    for number, some in enumerate(padded.split(micro)):
+        x, y = masked_windows(tokens, some, options)
+        y[max(0, len(mine) - number * micro) :] = IGNORE_INDEX
+        yield x, y
 
 
 class Feed:
     """从第 `step` 步起，一份一份地给出 (x, y, 权重)；`prefetch` 先读好下一份，`take` 取走它。
 
-    权重 = 进程数 ÷ 这一步全局的有效 token 数：loss 之和乘它，DDP 再对进程取平均，
+    权重 = 进程数 ÷ 这一步全局的有效 token 数：loss 之和乘它，DDP（或 FSDP）再对进程取平均，
     得到的正是 Σ loss ÷ Σ 有效 token，不论各份、各进程的有效 token 有多不一样。
+    `readers` 是读不同数据的那些进程；合切一个矩阵的几个读的是同样的，只算一个。
     """
 
-    def __init__(self, tokens: Tensor, step: int, options: Options, world: World) -> None:
-        self.source = self._read(tokens, step, options, world)
+    def __init__(self, tokens: Tensor, step: int, options: Options, readers: World) -> None:
+        self.source = self._read(tokens, step, options, readers)
         self.ready: tuple[Tensor, Tensor, float] | None = None
 
     def prefetch(self) -> None:
@@ -152,12 +162,12 @@ class Feed:
 
     @staticmethod
     def _read(
-        tokens: Tensor, step: int, options: Options, world: World
+        tokens: Tensor, step: int, options: Options, readers: World
     ) -> Iterator[tuple[Tensor, Tensor, float]]:
         while True:
-            batches = step_batches(tokens, step, options, world.rank, world.size)
-            valid = world.sum(torch.tensor(valid_tokens(y for _, y in batches))).item()
+            batches = step_batches(tokens, step, options, readers.rank, readers.size)
+            valid = readers.sum(torch.tensor(valid_tokens(y for _, y in batches))).item()
             for x, y in batches:
-                yield (to_device(x, world.device), to_device(y, world.device),
-                       world.size / max(valid, 1))  # fmt: skip
+                yield (to_device(x, readers.device), to_device(y, readers.device),
+                       readers.size / max(valid, 1))  # fmt: skip
             step += 1

@@ -1,10 +1,13 @@
 """检查点文件：任何时刻被杀、写满磁盘、坏掉一份，都还有一份好的可用。
 
 一个文件夹里最多三份：`last.pt`（最新）、`previous.pt`（它的前一份）、`best.pt`（验证 loss 最低）。
-一次保存的次序是：写临时文件 → fsync 落盘 → 读回来核对摘要 → 硬链接成 best/previous → 改名为 last。
+一次保存的次序是：写临时文件 → fsync 落盘 → 硬链接成 best/previous → 改名为 last；
+第一次与此后每 10 次，改名之前先读回来核对摘要。
 每一步之间被 SIGKILL，`last.pt` 都是完整的：要么是旧的，要么是新的。
 
 文件就是 `torch.save` 的字典，只有张量和普通值：`torch.load(path, weights_only=True)` 读得出来。
+权重切给许多进程时，张量不在文件里，在它所指的 `shards-…/` 文件夹里（见 shards.py）；`read` 把两种
+读成同样的字典，所以单进程、DDP、FSDP、张量并行存下的可以互相接着用。
 这里**不**决定存什么：内容由训练脚本的 `snapshot()` 给出。
 """
 
@@ -18,12 +21,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from experiments.loop import shards
 from tokens.errors import UserError
 from tokens.files import atomic_write, fsync_path
 
 FORMAT = 1  # 内容的版本；改了含义就加一，旧程序遇到新文件会明说，而不是猜
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
 LAUNCHED = ".launched"  # 在：这次 torchrun 已经把旧的一轮移开，此后的检查点都是它自己的
+READ_BACK = 10  # 每几次保存读回来核对一次；摘要每次都算，读的时候总要核对
 WRAPPERS = ("_orig_mod.", "module.")  # torch.compile 与 DDP 加在参数名前面的前缀
 
 
@@ -73,7 +78,9 @@ def publish(source: Path, target: Path) -> None:
     os.replace(temporary, target)
 
 
-def save(folder: str | os.PathLike, state: dict, *, best: bool = False) -> Path:
+def save(
+    folder: str | os.PathLike, state: dict, *, best: bool = False, read_back: bool = True
+) -> Path:
     """把 `state` 存为 `last.pt`，原来的变成 `previous.pt`；`best` 时也存为 `best.pt`。返回路径。
 
     写不下、没有权限时抛 `UserError`，读回来不对时抛 `BrokenCheckpoint`；旧的检查点都不受影响。
@@ -85,12 +92,29 @@ def save(folder: str | os.PathLike, state: dict, *, best: bool = False) -> Path:
         with open(temporary, "wb") as file:  # 自己打开，写失败时才有 errno（满了还是没权限）
             torch.save({**state, "digest": digest(state)}, file)
         fsync_path(temporary)
-        read(temporary)
+        if read_back:
+            read(temporary)
         if best:
             publish(temporary, last.with_name(BEST))
         if last.exists():
             publish(last, last.with_name(PREVIOUS))
+    discard_unused(last.parent)
     return last
+
+
+def discard_unused(folder: Path) -> None:
+    """删掉没有一个检查点指着的分片文件夹；有检查点读不出来就什么也不删。"""
+    found = list(folder.glob(f"{shards.PREFIX}*"))
+    if not found:
+        return
+    try:
+        used = {peek(path).get("shards", {}).get("folder")
+                for path in [*folder.glob("*.pt"), *folder.glob("old-*/*.pt")]}  # fmt: skip
+    except UserError:
+        return
+    for path in found:
+        if path.name not in used:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def prepare(folder: Path, say: Callable[[str], None] = print) -> Path | None:
@@ -114,6 +138,9 @@ def sweep(folder: str | os.PathLike) -> None:
     """删掉被杀的保存留下的临时文件；不删的话，杀三十次就会多占三十份。"""
     for leftover in Path(folder).glob(".*.pt.*tmp"):
         leftover.unlink(missing_ok=True)
+    for leftover in Path(folder).glob(f".{shards.PREFIX}*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    discard_unused(Path(folder))
 
 
 def set_aside(folder: str | os.PathLike) -> Path | None:
@@ -123,6 +150,7 @@ def set_aside(folder: str | os.PathLike) -> Path | None:
     """
     folder = Path(folder)
     old = [path for name in (LAST, PREVIOUS, BEST, "log.csv") if (path := folder / name).exists()]
+    old += folder.glob(f"{shards.PREFIX}*")  # 先移指着它们的：反过来被杀，last 就指着没有的东西
     target = move_aside(folder, old) if old else None
     (folder / LAUNCHED).touch()
     return target
@@ -142,35 +170,69 @@ def move_aside(folder: Path, old: list[Path]) -> Path:
 # ---------------------------------------------------------------- 读
 
 
-def read(path: str | os.PathLike) -> dict:
-    """读出并核对一个检查点（张量在 CPU 上）。
+def read(path: str | os.PathLike, *, tensors: bool = True, verify: bool = True) -> dict:
+    """读出并核对一个检查点（张量在 CPU 上），不论它是一个文件还是分片的。
 
+    `tensors=False` 只要张量之外的；`verify=False` 不算摘要，给已经由别人核对过的文件。
     坏文件抛 `BrokenCheckpoint`；打不开（没有权限）、版本不对抛 `UserError`。
     """
     path = Path(path)
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        raise UserError(f"打不开检查点 {path}（{error.strerror}）；请检查路径与权限。") from error
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # 截断或改坏的文件能引出任何异常，OSError 也有；说出来，不吞
-        reason = str(error).strip().split("\n")[0][:120]
-        raise BrokenCheckpoint(f"{path} 读不出来（{type(error).__name__}：{reason}）") from error
-    if not isinstance(state, dict) or "digest" not in state:
-        raise BrokenCheckpoint(f"{path} 不是 train_gpu 存下的检查点（没有摘要）")
+    state = unpacked(path, mapped=not tensors and not verify)
     expected = state.pop("digest")
-    try:
-        intact = digest(state) == expected
-    except Exception:  # 改坏的文件能读成任何东西：装着自己的字典、算不了摘要的张量
-        intact = False
-    if not intact:
+    if verify and not intact(state, expected):
         raise BrokenCheckpoint(f"{path} 的内容与摘要不符：文件在写完之后被改动或损坏了")
     if state.get("format") != FORMAT:
         raise UserError(
             f"{path} 的检查点版本是 {state.get('format')}，这个程序只认得 {FORMAT}；"
             "请换用存下它的那一版代码，或从头训练。"
         )
+    if "shards" in state:
+        return with_shards(path, state, tensors=tensors, verify=verify)
+    if not tensors:
+        state = {key: value for key, value in state.items() if key not in ("model", "optimizer")}
+    return state
+
+
+def peek(path: str | os.PathLike) -> dict:
+    """张量之外的一切，不核对；不把大文件读进来。"""
+    return read(path, tensors=False, verify=False)
+
+
+def unpacked(path: Path, *, mapped: bool) -> dict:
+    """文件里的字典，连同 "digest"；`mapped` 时张量只映射、不读进内存。"""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise UserError(f"打不开检查点 {path}（{error.strerror}）；请检查路径与权限。") from error
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # 截断或改坏的文件能引出任何异常，OSError 也有；说出来，不吞
+        reason = str(error).strip().split("\n")[0][:120]
+        raise BrokenCheckpoint(f"{path} 读不出来（{type(error).__name__}：{reason}）") from error
+    if not isinstance(state, dict) or "digest" not in state:
+        raise BrokenCheckpoint(f"{path} 不是 train_gpu 存下的检查点（没有摘要）")
+    return state
+
+
+def intact(state: dict, expected: object) -> bool:
+    """内容与摘要相符。"""
+    try:
+        return digest(state) == expected
+    except Exception:  # 改坏的文件能读成任何东西：装着自己的字典、算不了摘要的张量
+        return False
+
+
+def with_shards(path: Path, state: dict, *, tensors: bool, verify: bool) -> dict:
+    """核对 `path` 所指的分片，要时把张量拼进来。"""
+    folder = shards.locate(path, state["shards"])
+    problem = shards.problem_with(folder, state["shards"]["files"]) if verify else ""
+    if not problem and tensors:
+        try:
+            return state | shards.load_whole(folder, state)
+        except Exception as error:  # 没有核对过的分片能引出任何异常；说出来，不吞
+            problem = f"{folder} 读不出来（{type(error).__name__}：{str(error)[:120]}）"
+    if problem:
+        raise BrokenCheckpoint(f"{path} 的分片坏了：{problem}")
     return state
 
 
@@ -184,7 +246,7 @@ def newest(folder: str | os.PathLike, say: Callable[[str], None] = print) -> Pat
     broken = []
     for path in found:
         try:
-            read(path)
+            read(path, tensors=False)
         except BrokenCheckpoint as error:
             broken.append(path)
             say(f"检查点损坏：{error}。")

@@ -108,12 +108,15 @@ def announce(run: Run) -> None:
     epochs = options.steps * options.global_batch_tokens / len(run.data["train"])
     if epochs > MANY_EPOCHS and options.data != "synthetic":
         world.say(f"注意：{options.steps} 步要把训练集读 {epochs:.1f} 遍。")
-    sequences = options.global_batch_tokens // options.seq_len
+    sequences, groups = options.global_batch_tokens // options.seq_len, run.layout.readers.size
+    who = f"{groups} 个进程" if groups == world.size else f"{groups} 组进程"
+    if cut := run.layout.describe():
+        world.say(f"并行：{cut}。")
     world.say(
         f"模型 {run.raw.num_params():,} 个参数；{world.device}，{str(run.dtype)[6:]}，"
-        f"{'编译' if run.forward is not run.raw else 'eager'}，{world.size} 个进程。\n"
+        f"{'编译' if run.compiled else 'eager'}，{world.size} 个进程。\n"
         f"全局 batch：{sequences} 个序列 × {options.seq_len} = {options.global_batch_tokens:,} 个 "
-        f"token = micro {options.micro_batch} × {world.size} 个进程 × 累积 "
+        f"token = micro {options.micro_batch} × {who} × 累积 "
         f"{run.accumulation} 次；训练集有 {len(run.data['train']):,} 个 token。"
     )
 

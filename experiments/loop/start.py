@@ -1,15 +1,18 @@
 """一次训练从哪里开始：从头、续训，或者已有的权重。"""
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from experiments.loop import checkpoint
 from experiments.loop.llama import load_llama
-from experiments.loop.options import STRUCTURE, Options, check
+from experiments.loop.options import STRUCTURE, Options, check, is_cut
+from experiments.loop.shards import locate
 from experiments.ranks.world import World
 from model import GPTConfig
 from tokens.errors import UserError
@@ -17,12 +20,16 @@ from tokens.errors import UserError
 
 @dataclass
 class Start:
-    """从哪里开始：最终的选项、模型结构、权重（None 表示随机），续训时还有整个检查点。"""
+    """从哪里开始：最终的选项、模型结构、权重（None 表示随机），续训时还有整个检查点。
+
+    检查点是分片的、这次也要切开时，`state` 里没有张量：切好之后从 `shards` 就地读，各读各的。
+    """
 
     options: Options
     config: GPTConfig
     weights: dict[str, Tensor] | None = None
     state: dict | None = None
+    shards: Path | None = None
     foreign: bool = False  # 权重来自别人的模型：它的分词器多半不是我们的
     tokenizer: str = ""  # 权重是用哪个分词器训练的（它的 sha256）；不知道就是空串
 
@@ -32,7 +39,7 @@ def choose_start(options: Options, given: set[str], world: World) -> Start:
     out_dir = Path(options.out_dir)
     path = world.on_master(lambda: checkpoint.prepare(out_dir, world.say))
     if path is not None:
-        state = world.together(lambda: checkpoint.read(path))
+        state = world.together(lambda: checkpoint.peek(path))  # prepare 已经核对过
         finished = state["step"] >= state["config"]["steps"]
         restarted = checkpoint.same_launch(state, out_dir)
         if finished and world.on_master(checkpoint.restart_count) == 0:  # 各台的次数可以不同
@@ -66,7 +73,11 @@ def resume(options: Options, given: set[str], state: dict, path: Path, world: Wo
         raise UserError(f"检查点是用 {saved.optimizer} 训练的，续训不能换成 {merged.optimizer}。")
     check(merged, world.size)
     config = rebuild(GPTConfig, state["model_config"], path)
-    return Start(merged, config, state["model"], state)
+    if "shards" in state and is_cut(merged, world.size):
+        return Start(merged, config, state=state, shards=locate(path, state["shards"]))
+    whole = world.master or not is_cut(merged, world.size)  # 切开时只有 0 号读，由它分下去
+    state = world.together(lambda: checkpoint.read(path, verify=False) if whole else state)
+    return Start(merged, config, state.get("model"), state)
 
 
 def rebuild(kind: type, values: dict, path: Path) -> Any:
@@ -97,6 +108,30 @@ def pretrained(options: Options, path: Path) -> Start:
     options = replace(options, **{name: getattr(config, name) for name in STRUCTURE})
     check(options, int(os.environ.get("WORLD_SIZE", 1)))
     return Start(options, config, weights, foreign=foreign, tokenizer=tokenizer)
+
+
+def same_everywhere(options: Options, world: World) -> None:
+    """每个进程的选项、PyTorch 的版本与代码都要相同；不同时每个进程都抛同一个 `UserError`。"""
+    mine = {f"选项 {name}": value for name, value in asdict(options).items() if name != "config"}
+    first, *others = world.gather(mine | {"PyTorch": torch.__version__, "代码": code_digest()})
+    for rank, theirs in enumerate(others, start=1):
+        for name, value in first.items():
+            if theirs[name] != value:
+                raise UserError(
+                    f"{rank} 号进程的{name} 是 {theirs[name]}，0 号的是 {value}：各机器要用同样的"
+                    "命令、配置文件、代码与 PyTorch。"
+                )
+
+
+def code_digest() -> str:
+    """决定训练结果的源码的摘要：模型、数据与循环。"""
+    root = Path(__file__).resolve().parents[2]
+    hasher = blake2b(digest_size=6)
+    for part in ("model.py", "tokens", "experiments"):
+        paths = [root / part] if part.endswith(".py") else sorted((root / part).rglob("*.py"))
+        for path in paths:
+            hasher.update(path.read_bytes().replace(b"\r\n", b"\n"))
+    return hasher.hexdigest()
 
 
 def compare_vocabulary(start: Start, data: dict, world: World) -> None:

@@ -168,6 +168,17 @@ def best_layout(
     )
 
 
+def starting_words(layout: Layout) -> str:
+    """`train_gpu.py` 要怎样的选项才是这个布局；它还不会的说不会。"""
+    if layout.pp * layout.cp > 1:
+        return "有流水线（或切序列），train_gpu.py 还不会（见 pipeline_parallel、mesh 两章）"
+    words = ["--parallel ddp" if layout.sharding == "none" else "--parallel fsdp"]
+    words += ["--no-reshard"] if layout.sharding == "step" else []
+    words += [f"--tensor-parallel {layout.tp}"] if layout.tp > 1 else []
+    words += ["--recompute blocks"] if layout.recompute else []
+    return f"train_gpu.py 的选项：{' '.join(words)} --micro-batch {layout.micro_batch}"
+
+
 def layout_for(request: Request) -> str:
     """`budget.py plan` 的「布局」一行：最快的网格、每卡显存、预测的 MFU。
 
@@ -184,7 +195,7 @@ def layout_for(request: Request) -> str:
     )
     return (
         f"{best.describe()}；每卡约 {best.memory:.0f} GB，步时模型预测 MFU"
-        f" {best.mfu(chip):.0f} %（上限，见 mesh 一章）"
+        f" {best.mfu(chip):.0f} %（上限，见 mesh 一章）；{starting_words(best.layout)}"
     )
 
 

@@ -352,17 +352,13 @@ def cannot_launch(plan: Plan) -> str | None:
     arch = plan.arch
     if arch != gpt(arch.d_model, arch.n_layer, arch.n_head, arch.seq_len, arch.vocab_size):
         return "train_gpu.py 只训练本书的 GPT，这个结构要用它自己的训练器"
-    if plan.strategy != "ddp":
-        return (
-            "这个计划要把状态分到各张卡上，而 train_gpu.py 还只会 DDP；"
-            "怎样分见 fsdp、tensor_parallel、pipeline_parallel 三章，怎样合起来见 mesh 一章"
-        )
-    if plan.checkpoint:
-        return (
-            "这个计划要重算激活，而 train_gpu.py 还不会重算（见 fsdp 一章）；"
-            "请多用几张卡，或给每层套上 checkpoint"
-        )
     return None
+
+
+def parallel_values(plan: Plan) -> dict[str, str]:
+    """怎样切、要不要重算，只写与 `train_gpu.py` 的默认值（DDP，不重算）不同的。"""
+    values = {"parallel": "fsdp"} if plan.strategy == "zero3" else {}
+    return values | ({"recompute": "blocks"} if plan.checkpoint else {})
 
 
 def new_launch_id() -> str:
@@ -383,7 +379,7 @@ def config_values(plan: Plan, launch_id: str) -> dict[str, int | float | str]:
         "micro_batch": plan.micro_batch, "global_batch_tokens": plan.global_batch,
         "steps": plan.steps, "warmup_steps": warmup, "decay_steps": plan.steps,
         "lr": learning_rate(plan.request.params), "eval_interval": max(1, plan.steps // 50),
-        "out_dir": f"runs/{launch_id}",
+        **parallel_values(plan), "out_dir": f"runs/{launch_id}",
     } | ({"data": plan.request.data} if plan.request.data else {})
 
 

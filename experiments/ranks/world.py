@@ -24,11 +24,15 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # 回环网卡的名字
 
 @dataclass(frozen=True)
 class World:
-    """所有进程与这个进程的位置。单进程就是 size = 1，代码不分两路。"""
+    """所有进程与这个进程的位置。单进程就是 size = 1，代码不分两路。
+
+    `group` 给出时是其中的一部分进程：`rank` 与 `size` 是在这一组里的。
+    """
 
     rank: int
     size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
     @property
     def master(self) -> bool:
@@ -44,7 +48,7 @@ class World:
         """各进程的张量之和（新的张量），每个进程都得到。CPU 张量走 gloo，不打断 GPU。"""
         total = tensor.clone()
         if dist.is_initialized():
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.group)
         return total
 
     def together(self, work: Callable[[], Any]) -> Any:
@@ -56,7 +60,7 @@ class World:
             error = str(problem)
         errors = [error] * self.size
         if dist.is_initialized():
-            dist.all_gather_object(errors, error)
+            dist.all_gather_object(errors, error, group=self.group)
         for problem in filter(None, errors):
             raise UserError(problem)
         return result
@@ -65,14 +69,14 @@ class World:
         """只在 0 号进程做 `work`；返回值（或 `UserError`）每个进程都得到。"""
         answer = [self.together(lambda: work() if self.master else None)]
         if dist.is_initialized():
-            dist.broadcast_object_list(answer, src=0)
+            dist.broadcast_object_list(answer, group=self.group, group_src=0)
         return answer[0]
 
     def gather(self, item: Any) -> list:
         """各进程的 `item` 排成一列，按进程号；每个进程都得到。"""
         items = [item] * self.size
         if dist.is_initialized():
-            dist.all_gather_object(items, item)
+            dist.all_gather_object(items, item, group=self.group)
         return items
 
 
