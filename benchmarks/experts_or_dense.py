@@ -1,0 +1,100 @@
+"""每个 token 的计算量相同时，稠密与混合专家在本书语料上谁的验证 loss 低；几个种子，成对比较。
+
+    OMP_NUM_THREADS=1 python benchmarks/experts_or_dense.py
+
+每做完一次就追加到 results/expert_parallel_dense.csv，已有的行跳过，所以中断了可以接着跑；
+提交时拷到 book/measured/。稠密的 SwiGLU 宽 160；混合专家 8 个宽 80 的，每个 token 走 2 个。
+路由器另有 d·E 个参数，不到激活参数的 0.2 %，没有扣除。一次只用一个线程。
+"""
+
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+
+from experiments.lab.results import provenance, results_folder, run_main
+from experiments.training.moe import (
+    Mixture,
+    active_parameters,
+    balance_loss,
+    moe_gpt,
+    moe_layers,
+)
+from experiments.training.recipe import (
+    adamw,
+    evaluate,
+    learning_rate,
+    seeded_gpt,
+    set_learning_rate,
+)
+from model import GPT, GPTConfig
+from tokens import global_batch, held_out_batches, load_tokens
+from tokens.files import atomic_write
+
+NAME = "expert_parallel_dense"
+
+
+@dataclass(frozen=True)
+class Options:
+    """稠密、无均衡项的专家、有均衡项的专家，各训练几个种子。"""
+
+    steps: int = 400
+    """训练几步（次更新）"""
+    rows: int = 8
+    """每步几个序列（个）"""
+    seq_len: int = 64
+    """序列长度（token）"""
+    lr: float = 3e-3
+    """学习率的峰值"""
+    seeds: int = 5
+    """几个种子（个）"""
+
+
+def build(kind: str, config: GPTConfig, seed: int) -> GPT:
+    """`dense`、`moe`（没有均衡项）或 `moe_balanced`。"""
+    if kind == "dense":
+        return seeded_gpt(config, seed)
+    return moe_gpt(config, Mixture(balance=0.01 if kind == "moe_balanced" else 0.0), seed)
+
+
+def one_run(kind: str, seed: int, tokens: dict, o: Options) -> dict:
+    """训练一次：验证 loss、参数、激活参数、最忙的专家是平均的几倍。"""
+    config = GPTConfig(d_model=64, n_head=2, n_layer=2, seq_len=o.seq_len)
+    model = build(kind, config, seed)
+    optimizer = adamw(model, o.lr)
+    for step in range(o.steps):
+        set_learning_rate(optimizer, learning_rate(step, peak=o.lr, warmup=40, total=o.steps))
+        x, y = global_batch(tokens["train"], step, o.rows, o.seq_len, seed)
+        loss = model(x, y)[1]
+        if kind != "dense":
+            loss = loss + balance_loss(model, x.numel())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    val = evaluate(model, held_out_batches(tokens["val"], 8, o.seq_len, 1234))
+    busy = [(m.counts.max() / m.counts.float().mean()).item() for m in moe_layers(model)]
+    return {"kind": kind, "seed": seed, "val_loss": val, "params": model.num_params(),
+            "active_params": active_parameters(model),
+            "busiest_over_mean": max(busy, default=1.0)}  # fmt: skip
+
+
+def main(o: Options) -> None:
+    """跑还没有的那些，一次一行。"""
+    torch.set_num_threads(1)
+    path = results_folder() / f"{NAME}.csv"
+    table = pd.read_csv(path) if path.is_file() else pd.DataFrame(columns=["kind", "seed"])
+    tokens = load_tokens(vocab_size=8192)
+    for seed in range(o.seeds):
+        for kind in ("dense", "moe", "moe_balanced"):
+            if ((table.kind == kind) & (table.seed == seed)).any():
+                continue
+            row = one_run(kind, seed, tokens, o) | provenance(o, threads=1)
+            table = pd.concat([table, pd.DataFrame([row])], ignore_index=True)
+            with atomic_write(path) as temporary:
+                table.to_csv(temporary, index=False)
+            print(f"{kind:<13} 种子 {seed}  验证 loss {row['val_loss']:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main, Options)
