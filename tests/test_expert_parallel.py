@@ -84,7 +84,7 @@ def test_wrong_ways_are_wrong(seen):
     """四种错误写法各错多少；正确的那一行不到 1e-5；门断了，路由器的梯度恰是 0。"""
     wrong = dict(seen["wrong"])
     assert wrong.pop("正确")["error"] < 1e-5, f"{seen['wrong']}"
-    assert len(wrong) == 4 and all(r["error"] > 1e-3 for r in wrong.values()), f"{wrong}"
+    assert len(wrong) == 4 and all(r["error"] > 1e-4 for r in wrong.values()), f"{wrong}"
     assert wrong["门不带梯度"]["router"] == 0.0, f"{wrong}"
     assert wrong["共享参数的梯度没有 all-reduce"]["error"] > 0.3, f"{wrong}"
 
