@@ -81,12 +81,16 @@ def test_traffic_equals_the_formula(seen):
 
 @pytest.mark.slow
 def test_wrong_ways_are_wrong(seen):
-    """四种错误写法各错多少；正确的那一行不到 1e-5；门断了，路由器的梯度恰是 0。"""
+    """四种错误写法各错到该有的量级；正确的那一行不到 1e-6；门断了，路由器的梯度恰是 0。"""
     wrong = dict(seen["wrong"])
-    assert wrong.pop("正确")["error"] < 1e-5, f"{seen['wrong']}"
-    assert len(wrong) == 4 and all(r["error"] > 1e-4 for r in wrong.values()), f"{wrong}"
+    assert wrong.pop("正确")["error"] < 1e-6, f"{seen['wrong']}"
+    # 下限约是量到的一半：0.81、0.010、0.044、0.00092（这么小的模型，路由器只占梯度的一点）
+    least = {"共享参数的梯度没有 all-reduce": 0.4, "专家的梯度又除以 rank 数": 5e-3,
+             "合并的次序错了": 2e-2, "门不带梯度": 4e-4}  # fmt: skip
+    assert wrong.keys() == least.keys(), f"{wrong}"
+    for plan, bound in least.items():
+        assert wrong[plan]["error"] > bound, f"{wrong[plan]}"
     assert wrong["门不带梯度"]["router"] == 0.0, f"{wrong}"
-    assert wrong["共享参数的梯度没有 all-reduce"]["error"] > 0.3, f"{wrong}"
 
 
 def test_indivisible_experts_are_refused():
