@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+import tyro
 
 from experiments.lab.results import ROOT, results_folder, run_main
 from tokens.errors import UserError
@@ -24,7 +25,7 @@ PROVENANCE = ("commit", "clean", "cpu", "threads", "torch", "date")
 class Options:
     """提升一份结果。"""
 
-    name: str
+    name: tyro.conf.Positional[str]
     """results/ 里的名字，不带 .csv"""
     spread: str = ""
     """表示起伏的列，例如 iqr_ms；不给则不查"""

@@ -434,7 +434,7 @@ def memory_rows(config: GPTConfig, batches: list[Batch], me: World) -> list[dict
                 "method": method, "kind": kind, "rest": value, "rest_formula": rest.get(kind, 0),
                 "peak": None if library else engine.peak[kind],
                 "peak_formula": peak[kind] if peak else None,
-                "paper": zero_bytes_per_param(strategy, me.size) * psi,
+                "paper": zero_bytes_per_param(strategy, me.size, "paper") * psi,
             })  # fmt: skip
     return rows
 

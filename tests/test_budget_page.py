@@ -83,9 +83,9 @@ def test_the_meter_divides_by_the_bf16_peak_whatever_the_dtype():
     """日志里 MFU 的分母只由设备表与 --peak-flops 定，与 --dtype 无关，选项的说明里写着。"""
     import inspect
 
-    from experiments.loop import meter, options
+    from experiments.loop import log, options
 
-    assert "dtype" not in inspect.getsource(meter.Meter)
+    assert "dtype" not in inspect.getsource(log.Meter)
     assert "稠密 bf16，与 dtype 无关" in inspect.getsource(options.Options)
 
 

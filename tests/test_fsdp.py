@@ -139,7 +139,7 @@ def test_bytes_equal_the_formula(seen):
 def test_the_two_ledgers():
     """fp32 的账 4 + 4 + 8 与论文的 2 + 2 + 12 都是 16；7.5B、64 张卡得论文的四个数。"""
     psi = 7_500_000_000
-    paper = [round(zero_bytes_per_param(s, 64) * psi / 1e9, 1)
+    paper = [round(zero_bytes_per_param(s, 64, "paper") * psi / 1e9, 1)
              for s in ("ddp", "zero1", "zero2", "zero3")]  # fmt: skip
     assert paper == [120.0, 31.4, 16.6, 1.9], f"{paper}"
     ours = [sum(fs.at_rest(psi, 64, stage).values()) / psi for stage in range(4)]

@@ -6,7 +6,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from figures.style import CYCLE, INK, arrow, box, brace, canvas, note
+from figures.style import CYCLE, INK, TEXT, arrow, box, brace, canvas, note
 
 KINDS = ["矩阵乘法", "注意力", "交叉熵", "其他逐元素", "裁剪与更新", "框架开销"]
 COLORS = dict(zip(KINDS, [*CYCLE[:5], "#9ca3af"], strict=True))
@@ -49,29 +49,26 @@ def fusion() -> Figure:
 
 
 def ladder(table: pd.DataFrame) -> Figure:
-    """每一级的 ms/步（横条，误差线是四分位距）与相对第一级的倍数。"""
+    """每一级平均的 ms/步（横条，点是中位数）与相对第一级的速度。"""
     rows = table.iloc[::-1]
     fig, ax = plt.subplots(figsize=(7.2, 0.42 * len(rows) + 0.9))
-    kept = rows["keep"].fillna(True).astype(bool)
-    colors = np.where(kept, CYCLE[0], "#9ca3af")
-    ax.barh(rows["variant"], rows["ms"], color=colors, height=0.66)
-    ax.errorbar(
-        rows["ms"], range(len(rows)), xerr=rows["iqr_ms"] / 2, fmt="none", ecolor="#374151", lw=1.2
-    )
+    colors = np.where(rows["keep"].astype(bool), CYCLE[0], "#9ca3af")
+    ax.barh(rows["variant"], rows["mean_ms"], color=colors, height=0.66)
+    ax.plot(rows["ms"], range(len(rows)), "o", color=TEXT, ms=4)
     for i, row in enumerate(rows.itertuples()):
-        text = f"{row.ms:.0f} ms · {row.speedup:.2f}×"
-        end = (row.ms + row.iqr_ms / 2, i)
-        ax.annotate(text, end, (5, 0), textcoords="offset points", va="center", fontsize=9)
-    ax.set(xlabel="ms/步（中位数；线是四分位距）", xlim=(0, rows["ms"].max() * 1.28))
+        text = f"{row.mean_ms:.0f} ms · {row.speedup:.2f}×"
+        end = (max(row.mean_ms, row.ms), i)
+        ax.annotate(text, end, (7, 0), textcoords="offset points", va="center", fontsize=9)
+    longest = rows[["mean_ms", "ms"]].max().max()
+    ax.set(xlabel="ms/步（横条是平均，点是中位数）", xlim=(0, longest * 1.32))
     ax.grid(axis="y", visible=False)
     return fig
 
 
-def breakdown(profile: pd.DataFrame) -> Figure:
-    """首尾两个变体每步的时间去向，堆叠的横条。"""
-    sums = profile.pivot_table(index="variant", columns="kind", values="ms", aggfunc="sum")
-    order = list(dict.fromkeys(profile["variant"]))[::-1]
-    sums = sums.reindex(index=order, columns=KINDS).fillna(0)
+def breakdown(spent: pd.Series) -> Figure:
+    """每个变体一步的时间去向，堆叠的横条；`spent` 的索引是（变体, 类别），值是毫秒。"""
+    order = list(dict.fromkeys(spent.index.get_level_values(0)))[::-1]
+    sums = spent.unstack(1).reindex(index=order, columns=KINDS).fillna(0)
     fig, ax = plt.subplots(figsize=(7.2, 2.5))
     left = np.zeros(len(sums))
     for kind in KINDS:
@@ -81,7 +78,7 @@ def breakdown(profile: pd.DataFrame) -> Figure:
                 ax.text(start + width / 2, y, f"{width:.0f}", ha="center", va="center",
                         color="white", fontsize=9)  # fmt: skip
         left += sums[kind].to_numpy()
-    ax.set(xlabel="ms/步（torch.profiler 的自身时间）")
+    ax.set(xlabel="ms/步（剖析的占比 × 平均的一步）")
     ax.grid(axis="y", visible=False)
     ax.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9)
     return fig

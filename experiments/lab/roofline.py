@@ -24,6 +24,10 @@ KINDS = (
 )  # fmt: skip
 
 
+SQUARE = "2048³ 方阵"  # 量峰值用的那个乘法
+BIG = 1 << 25  # 逐元素的例子有多少个数：三个 128 MiB 的 fp32 数组，缓存放不下
+
+
 def category(kernel: str) -> str:
     """剖析里的一个名字属于哪一类；剩下的是 Python、自动求导和调度的开销。"""
     for kind, parts in KINDS:
@@ -44,6 +48,8 @@ def operations(tokens: int, d: int, vocab: int, bf16: bool) -> pd.DataFrame:
     `tokens` 是一步的 token 数，`d` 是模型宽度，`vocab` 是词表大小。
 
     字节数按「每个输入读一遍、每个输出写一遍」算，这是任何实现都省不掉的。
+    名字里写着「缓存内」的，数组就是这一步里的大小，小到不必去内存取，所以会落在带宽线之上；
+    「相加」的三个数组加起来 384 MiB，才真的要搬内存。
     """
     rows = []
     for name, dtype, flops, tensors, run in _cases(tokens, d, vocab, bf16):
@@ -63,21 +69,24 @@ Case = tuple[str, torch.dtype, float, tuple[Tensor, ...], Callable[[], object]]
 def _cases(tokens: int, d: int, vocab: int, bf16: bool) -> list[Case]:
     cases: list[Case] = []
     for dtype in (torch.float32, torch.bfloat16) if bf16 else (torch.float32,):
-        shapes = {"2048³ 方阵": (2048, 2048, 2048), "输出头": (tokens, d, vocab)}
+        shapes = {SQUARE: (2048, 2048, 2048), "输出头": (tokens, d, vocab)}
         shapes |= {"QKV": (tokens, d, 3 * d), "注意力输出": (tokens, d, d)}
         for name, (m, k, n) in shapes.items():
             a, b = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
             out = torch.empty(m, n, dtype=dtype)
             cases.append((name, dtype, 2 * m * k * n, (a, b, out), _matmul(a, b, out)))
     x, logits = torch.randn(tokens, d), torch.randn(tokens, vocab)
-    gain, out = torch.ones(d), torch.empty(tokens, vocab)
+    gain, sums, scores = torch.ones(d), torch.empty(tokens, d), torch.empty(tokens, vocab)
+    p, q, r = torch.ones(3, BIG)
     # 每个元素的 FLOPs：RMSNorm 约 4，残差相加 1，softmax 约 5（减、exp、加、除、比大小）
-    norm = (x, x)
     cases += [
-        ("RMSNorm", torch.float32, 4.0 * x.numel(), norm, lambda: F.rms_norm(x, (d,), gain)),
-        ("残差相加", torch.float32, 1.0 * x.numel(), (x, x, x), lambda: x + x),
-        ("softmax", torch.float32, 5.0 * logits.numel(), (logits, out),
-         lambda: torch.softmax(logits, -1, out=out)),
+        ("RMSNorm（缓存内）", torch.float32, 4.0 * x.numel(), (x, x),
+         lambda: F.rms_norm(x, (d,), gain)),
+        ("相加（缓存内）", torch.float32, 1.0 * x.numel(), (x, x, sums),
+         lambda: torch.add(x, x, out=sums)),
+        ("相加", torch.float32, 1.0 * BIG, (p, q, r), lambda: torch.add(p, q, out=r)),
+        ("softmax", torch.float32, 5.0 * logits.numel(), (logits, scores),
+         lambda: torch.softmax(logits, -1, out=scores)),
     ]  # fmt: skip
     return cases
 

@@ -1,16 +1,12 @@
-"""每个变体一个进程：分配器、线程数、环境变量是整个进程的事，同一个进程里比不出来。
+"""一步训练的一个变体：怎样造出来，怎样量它的时间、去向和内存。
 
-主进程用管道发命令，工作进程照做并回答；同一时刻只有一个进程在算，别的都睡着，
-所以可以一轮一轮地交错计时，机器忽快忽慢时大家一起快慢。
+变体住在自己的进程里（`lab/workers.py` 的 `own_process`）：主进程先派 `settle` 把它造好，
+再一轮一轮地派 `timed_steps`；`profiled_shares` 与 `last_loss_and_peak_memory` 最后派。
 """
 
-import multiprocessing
-import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +28,6 @@ class Setting:
     d_model: int = 128
     n_layer: int = 4
     seed: int = 0
-    threads: int = 2
     lr: float = 1e-3
 
 
@@ -43,7 +38,7 @@ class Variant:
     step: StepOptions = field(default_factory=StepOptions)
     gather: bool = True  # 一次索引取出整个 batch；否则逐个窗口切片再拼起来
     fused_adamw: bool = True
-    threads: int | None = None  # None：用 Setting 的
+    threads: int | None = None  # None：与别的变体一样多
     env: tuple[tuple[str, str], ...] = ()  # 进程启动之前设好的环境变量
 
 
@@ -67,7 +62,7 @@ def build_model(setting: Setting) -> GPT:
     return GPT(config)
 
 
-def build(variant: Variant, setting: Setting) -> Callable[[], Tensor]:
+def training_step(variant: Variant, setting: Setting) -> Callable[[], Tensor]:
     """造一个 `run()`：抽一个 batch，走一步，返回 loss。"""
     model = build_model(setting)
     optimizer = adamw(model, setting.lr, fused=variant.fused_adamw or None)
@@ -88,12 +83,20 @@ def seconds_per_step(run: Callable[[], Tensor], count: int) -> list[float]:
     return times
 
 
-def profile(run: Callable[[], Tensor], count: int = 2) -> list[tuple[str, float]]:
-    """`torch.profiler` 看 `count` 步：[(算子或内核的名字, 每步自身秒数)]。"""
+def profile(run: Callable[[], Tensor], count: int = 2) -> tuple[list[tuple[str, float]], float]:
+    """`torch.profiler` 看 `count` 步：（[(算子或内核的名字, 占全部自身时间的比例)], 每步的秒数）。
+
+    只给比例：剖析器记下每一次调用，自己也花时间，走一步要多久得另外用没有剖析的步来量。
+    第二个返回值是剖析着走一步的墙上时间，与平时的一步相比，就是剖析的代价。
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        start = time.perf_counter()
         for _ in range(count):
             run()
-    return [(e.key, e.self_cpu_time_total / count / 1e6) for e in seen.key_averages()]
+        seconds = (time.perf_counter() - start) / count
+    spent = {e.key: e.self_cpu_time_total for e in seen.key_averages()}
+    total = sum(spent.values())
+    return [(name, part / total) for name, part in spent.items()], seconds
 
 
 def peak_memory(reset: bool = False) -> int | None:
@@ -107,109 +110,44 @@ def peak_memory(reset: bool = False) -> int | None:
         return None
 
 
-def serve(pipe, variant: Variant, setting: Setting) -> None:
-    """工作进程：("prepare", 预热步数)、("time", 步数)、("profile",)、("report",)、("stop",)。"""
-    try:
-        torch.set_num_threads(variant.threads or setting.threads)
-        if variant.step.compile:  # 编译出的内核在剖析里有名字
-            torch._inductor.config.cpp.enable_kernel_profile = True
-        run = build(variant, setting)
-        losses: list[Tensor] = []
+# --- 在变体自己的进程里 ---
 
-        def recorded() -> None:
-            losses.append(run())
-
-        while (message := pipe.recv())[0] != "stop":
-            match message:
-                case ("prepare", warmup):
-                    answer = seconds_per_step(recorded, warmup)
-                    peak_memory(reset=True)
-                case ("time", count):
-                    answer = seconds_per_step(recorded, count)
-                case ("profile",):
-                    answer = profile(run)
-                case ("report",):
-                    answer = {"loss": losses[-1].item(), "peak_memory": peak_memory()}
-            pipe.send(("ok", answer))
-        pipe.send(("ok", None))
-    except Exception:
-        pipe.send(("failed", traceback.format_exc()))
+_run: Callable[[], Tensor]  # 这个进程的变体走一步；settle 造好
+_loss: Tensor  # 最近一步的 loss
 
 
-def process_context(fresh: bool = False) -> multiprocessing.context.BaseContext:
-    """工作进程怎么启动。Linux 上从一个只导入过 PyTorch、什么也没算过的进程派生，省去各自导入；
+def _run_and_keep_loss() -> None:
+    global _loss
+    _loss = _run()
 
-    别的系统，或要在 PyTorch 加载之前就设好环境变量时（`fresh`），从头启动。
+
+def settle(variant: Variant, setting: Setting, warmup: int) -> float:
+    """造好这个变体并预热 `warmup` 步，返回第一步的秒数（编译就在那里）；峰值内存从此重新数。"""
+    global _run
+    if variant.step.compile:  # 编译出的内核在剖析里有名字
+        torch._inductor.config.cpp.enable_kernel_profile = True
+    _run = training_step(variant, setting)
+    first = seconds_per_step(_run_and_keep_loss, warmup)[0]
+    peak_memory(reset=True)
+    return first
+
+
+def timed_steps(count: int) -> list[float]:
+    """走 `count` 步，返回每一步的秒数；先走一步不计。
+
+    那一步把别的进程占走的缓存暖回来，等别的进程的线程睡下去。
     """
-    if sys.platform != "linux" or fresh:
-        return multiprocessing.get_context("spawn")
-    from multiprocessing import forkserver  # 别的系统上不一定有
-
-    context = multiprocessing.get_context("forkserver")
-    modules = ["__main__", "experiments.training.variant", "torch._inductor.compile_fx"]
-    context.set_forkserver_preload(modules)
-    forkserver.ensure_running()  # 不等它导入完；已经在运行时什么也不做
-    return context
+    return seconds_per_step(_run_and_keep_loss, 1 + count)[1:]
 
 
-class Worker:
-    """主进程这一边：`ask(...)` 发命令，等回答；工作进程出错时把它的错误抛出来。"""
-
-    def __init__(self, name: str, variant: Variant, setting: Setting) -> None:
-        context = process_context(fresh=bool(variant.env))
-        self.name = name
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, variant, setting), daemon=True)
-        with environment({"OMP_NUM_THREADS": str(variant.threads or setting.threads)}):
-            with environment(dict(variant.env)):
-                self.process.start()
-        theirs.close()  # 只留工作进程那一份，它一死这边就读到 EOF
-
-    def ask(self, *message: object) -> object:
-        self.pipe.send(message)
-        try:
-            state, answer = self.pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"{self.name}：工作进程意外退出") from None
-        if state == "failed":
-            raise RuntimeError(f"{self.name}：工作进程出错\n{answer}")
-        return answer
-
-    def close(self) -> None:
-        """请它自己退出；正忙着的（主进程被打断时）只好杀掉。"""
-        try:
-            self.pipe.send(("stop",))
-        except OSError:
-            pass  # 它已经死了
-        self.process.join(timeout=2)
-        if self.process.is_alive():
-            self.process.terminate()
-        self.process.join()
+def profiled_shares() -> tuple[list[tuple[str, float]], float]:
+    """这个变体的剖析，见 `profile`。"""
+    return profile(_run)
 
 
-@contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """临时设置环境变量；子进程启动时继承它们。"""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextmanager
-def workers(variants: dict[str, Variant], setting: Setting) -> Iterator[dict[str, Worker]]:
-    """给每个变体开一个工作进程（同时启动，导入 PyTorch 的时间重叠），用完全部结束。"""
-    started: dict[str, Worker] = {}
-    try:
-        for name, variant in variants.items():
-            started[name] = Worker(name, variant, setting)
-        yield started
-    finally:
-        for worker in started.values():
-            worker.close()
+def last_loss_and_peak_memory() -> tuple[float, int | None]:
+    """最近一步的 loss（nat/token），预热之后常驻内存的峰值（字节）。"""
+    return _loss.item(), peak_memory()
 
 
 def progress(text: str) -> None:
