@@ -1,10 +1,16 @@
-"""每个 token 的计算量相同时，稠密与混合专家在本书语料上谁的验证 loss 低；几个种子，成对比较。
+"""激活参数与 token 数相同时，稠密与混合专家在本书语料上谁的验证 loss 低；几个种子，成对比较。
 
     OMP_NUM_THREADS=1 python benchmarks/experts_or_dense.py
 
 每做完一次就追加到 results/expert_parallel_dense.csv，已有的行跳过，所以中断了可以接着跑；
-提交时拷到 book/measured/。稠密的 SwiGLU 宽 160；混合专家 8 个宽 80 的，每个 token 走 2 个。
-路由器另有 d·E 个参数，不到激活参数的 0.2 %，没有扣除。一次只用一个线程。
+提交用 `python benchmarks/promote.py expert_parallel_dense`。四种，种子与 batch 成对：
+
+- `dense`：稠密的 SwiGLU，宽 160；
+- `moe`、`moe_balanced`：8 个宽 80 的专家走 2 个，没有、有均衡项；激活参数与 `dense` 相同，
+  只多出路由器的 d·E 个一层（不到 0.2 %，没有扣除）；
+- `dense_wide`：宽 640，总参数与混合专家相同，每个 token 的计算多得多，作参照。
+
+训练的 token、学习率曲线、裁剪都相同，学习率没有为每一种另调。一次只用一个线程。
 """
 
 from dataclasses import dataclass
@@ -36,7 +42,7 @@ NAME = "expert_parallel_dense"
 
 @dataclass(frozen=True)
 class Options:
-    """稠密、无均衡项的专家、有均衡项的专家，各训练几个种子。"""
+    """稠密、无均衡项的专家、有均衡项的专家、宽的稠密，各训练几个种子。"""
 
     steps: int = 400
     """训练几步（次更新）"""
@@ -50,15 +56,21 @@ class Options:
     """几个种子（个）"""
 
 
+# 宽 640 的一个专家就是稠密的 SwiGLU：只有一个可选，门恒为 1（路由器只有 d 个参数，也学不动）
+MIXTURES = {
+    "moe": Mixture(8, 2, 80, balance=0.0), "moe_balanced": Mixture(8, 2, 80, balance=0.01),
+    "dense_wide": Mixture(1, 1, 640, balance=0.0),
+}  # fmt: skip
+KINDS = ("dense", *MIXTURES)
+
+
 def build(kind: str, config: GPTConfig, seed: int) -> GPT:
-    """`dense`、`moe`（没有均衡项）或 `moe_balanced`。"""
-    if kind == "dense":
-        return seeded_gpt(config, seed)
-    return moe_gpt(config, Mixture(balance=0.01 if kind == "moe_balanced" else 0.0), seed)
+    """`KINDS` 里的一种，初始权重由种子决定。"""
+    return seeded_gpt(config, seed) if kind == "dense" else moe_gpt(config, MIXTURES[kind], seed)
 
 
 def one_run(kind: str, seed: int, tokens: dict, o: Options) -> dict:
-    """训练一次：验证 loss、参数、激活参数、最忙的专家是平均的几倍。"""
+    """训练一次：验证 loss、参数、激活参数、最忙的专家（最后一个验证 batch）是平均的几倍。"""
     config = GPTConfig(d_model=64, n_head=2, n_layer=2, seq_len=o.seq_len)
     model = build(kind, config, seed)
     optimizer = adamw(model, o.lr)
@@ -86,7 +98,7 @@ def main(o: Options) -> None:
     table = pd.read_csv(path) if path.is_file() else pd.DataFrame(columns=["kind", "seed"])
     tokens = load_tokens(vocab_size=8192)
     for seed in range(o.seeds):
-        for kind in ("dense", "moe", "moe_balanced"):
+        for kind in KINDS:
             if ((table.kind == kind) & (table.seed == seed)).any():
                 continue
             row = one_run(kind, seed, tokens, o) | provenance(o, threads=1)

@@ -4,7 +4,8 @@
 
 路由：p = softmax(W·x)，取最大的 k 个；门 = p ÷ 这 k 个之和（Mixtral，arXiv 2401.04088）；
 k = 1 时门就是 p（Switch，arXiv 2101.03961）：归一之后它恒为 1，路由器学不到东西。
-这里**没有**：容量上限与丢弃、共享专家、把许多专家合成一次矩阵乘的内核。
+容量上限与丢弃在 `experiments/expert_parallel.py`。
+这里**没有**：共享专家、不用 loss 的均衡、把许多专家合成一次矩阵乘的内核。
 """
 
 from collections.abc import Callable, Iterator
@@ -53,6 +54,7 @@ class MoE(nn.Module):
         super().__init__()
         E, w, d = mixture.experts, mixture.width, config.d_model
         self.mixture, self.mix = mixture, mix
+        self.replay: Tensor | None = None
         self.router = nn.Linear(d, E, bias=False)
         self.gate = nn.Parameter(torch.empty(E, w, d))
         self.up = nn.Parameter(torch.empty(E, w, d))
@@ -72,9 +74,16 @@ class MoE(nn.Module):
         return F.linear(hidden, self.down[e])
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (n, d) → 门 (n, k)、选中的专家 (n, k)、全部概率 (n, E)。"""
+        """x (n, d) → 门 (n, k)、选中的专家 (n, k)、全部概率 (n, E)。
+
+        给了 `replay` (n, k) 就照抄那一份选择，门仍由这里的概率算出。
+        """
         probabilities = self.router(x).softmax(-1)
-        gates, chosen = probabilities.topk(self.mixture.top_k, dim=-1)
+        if self.replay is None:
+            gates, chosen = probabilities.topk(self.mixture.top_k, dim=-1)
+        else:
+            chosen = self.replay
+            gates = probabilities.gather(-1, chosen)
         if self.mixture.top_k > 1:
             gates = gates / gates.sum(-1, keepdim=True)
         return gates, chosen, probabilities
@@ -82,6 +91,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)  # (B·T, d)
         gates, chosen, probabilities = self.route(flat)
+        self.chosen, self.probabilities = chosen, probabilities.detach()
         self.counts = torch.bincount(chosen.flatten(), minlength=self.mixture.experts)
         self.mass = probabilities.sum(0)  # (E,)，均衡项要它的梯度
         return self.mix(self, flat, gates, chosen).view_as(x)
