@@ -138,7 +138,7 @@ def everything(me: World) -> dict:
         "capacity": ep.capacity(TINY, MIXTURE, batch, 0, me, (0.5, 1.0, 8.0)),
         "wrong": {r["plan"]: r for r in ep.wrong_ways(TINY, MIXTURE, batch, 0, me)},
         "balance": ep.balancing(TINY, replace(MIXTURE, balance=0.1), DATA,
-                                replace(FEW, balance_steps=8, rows=8, seq_len=16), me),
+                                replace(FEW, balance_steps=8, balance_rows=8, seq_len=16), me),
     }  # fmt: skip
 
 
