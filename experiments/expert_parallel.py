@@ -1,6 +1,6 @@
 """专家并行：一层的专家分放在各个进程，token 用 all-to-all 送过去算，再送回来。
 
-    torchrun --standalone --nproc-per-node 4 experiments/expert_parallel.py   # 2 核 CPU 上约 40 秒
+    torchrun --standalone --nproc-per-node 4 experiments/expert_parallel.py   # 2 核约一分钟
 
 依次证明：手写的分派与合并、换成 PyTorch 自己的可微 all-to-all，都与全部专家在一个进程里相同
 （fp32 一步的梯度，fp64 训练 30 步的参数）；fp32 里几时有 token 因舍入换了专家，照抄单进程的路由
@@ -592,9 +592,9 @@ def main(o: Options) -> None:
         batches = [global_batch(data, s, o.rows, o.seq_len, o.seed) for s in range(o.steps)]
         batches[0] = unequal(batches[0])
 
-        def say(name: str, title: str, rows: list[dict]) -> None:
+        def say(name: str, title: str, rows: list[dict], hide: tuple[str, ...] = ()) -> None:
             if me.master:
-                publish(f"expert_parallel_{name}", title, rows, o, formats=FORMATS)
+                publish(f"expert_parallel_{name}", title, rows, o, formats=FORMATS, hide=hide)
 
         me.say(f"\n与单进程并排训练 {o.steps} 步，fp64 与 fp32 各一遍……")
         steps = follow(config, mixture, batches, o.lr, o.seed, me, "fp64", ("手写", "PyTorch 的"))
@@ -602,7 +602,8 @@ def main(o: Options) -> None:
                         ("手写", "手写，照抄路由"))  # fmt: skip
         if me.master:
             save_csv(steps, "expert_parallel_steps", o)
-        say("equivalence", "与全部专家在一个进程里比", summary(steps))
+        say("equivalence", "与全部专家在一个进程里比", summary(steps),
+            hide=("steps", "param_moved", "flips_then", "before"))  # fmt: skip
         say("parameters", "参数，个", [{
             "total": (full := moe_gpt(config, mixture, o.seed)).num_params(),
             "active": active_parameters(full),
