@@ -204,7 +204,7 @@ def test_zero3_reduces_every_micro_batch_and_zero2_only_the_last():
     found = run_ranks(traffic_of, 2)[0]
     k, gathers, reductions = found["fsdp"]
     assert (k, reductions) == (4, 4 * 3), found  # 两层加根，三个单元
-    assert gathers == 4 * (3 + 2), found  # 根留到反向，两层各集齐两次
+    assert gathers == 4 * (3 + 3), found  # 前向之后放掉，反向再集齐一次
     assert found["fsdp 不放掉"] == (4, 3, 3), found
 
 
@@ -332,7 +332,7 @@ def test_a_plan_that_needs_fsdp_starts_as_printed(tmp_path, monkeypatch, capsys)
     from experiments import budget
 
     path = tmp_path / "plan.toml"
-    words = ["plan", "--params", "3e10", "--gpus", "64", "--out", str(path)]
+    words = ["plan", "--params", "7e10", "--gpus", "64", "--out", str(path)]
     monkeypatch.setattr(sys, "argv", ["budget.py", *words])
     budget.command_line()
     said = capsys.readouterr().out
