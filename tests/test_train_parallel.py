@@ -126,7 +126,7 @@ def alone() -> dict:
         torch.use_deterministic_algorithms(False)
 
 
-CASES = [("fsdp", 2), ("fsdp 不放掉", 2), ("tp", 2), ("ddp + 重算", 2), ("fsdp", 4), ("tp", 4),
+CASES = [("fsdp", 2), ("fsdp 不放掉", 2), ("tp", 2), ("ddp + 重算", 2), ("fsdp", 4),
          ("fsdp × tp", 4), ("fsdp + 重算", 4), ("tp 4", 4)]  # fmt: skip
 
 
