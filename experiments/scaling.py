@@ -1,6 +1,7 @@
 """更大的模型好多少：同样的数据、同样的步数，训练四种大小的模型，比较训练与验证的 loss。
 
-    python experiments/scaling.py                                # 一个种子；2 核 CPU 上两三分钟
+    python experiments/scaling.py                                # 一个种子；2 核 CPU 上几分钟
+    python experiments/scaling.py --quick                        # 短版：100 步，一分钟左右
     python experiments/scaling.py --seeds 0 1 2 3 4              # 每种大小五个种子；约一刻钟
     python experiments/scaling.py --seeds 0 1 2 3 4 --control    # 对照：另留十回不训练，夹在中间
     python experiments/scaling.py --sizes 128x4 --lr 1e-3        # 换一个学习率，只训一种大小
@@ -28,12 +29,13 @@ from scipy import stats
 from experiments.lab.results import print_table, results_folder, run_main, save_csv
 from experiments.training.recipe import seeded_gpt
 from experiments.training.small_run import HEAD_DIM, TAIL, SmallRun, moments, sweep, train
-from experiments.training.step import best_options
+from experiments.training.step import StepOptions, best_options
 from tokens import Batch, held_out_batches, load_tokenizer, load_tokens
 from tokens.errors import UserError
 
 # 同一种大小只换种子，400 步后验证 loss 的标准差（nat）；由 book/measured 里的五个种子算出，测试核对
 SEED_SD = 0.07
+QUICK_STEPS, QUICK_WARMUP, QUICK_SD = 100, 12, 0.05  # 短版的步数、预热与种子的标准差（nat）
 CONTROL_EVERY = 11  # 对照：训练的 108 回里每 11 回留出一回
 
 
@@ -65,6 +67,8 @@ class Options:
     """验证用几个固定的 batch（个），每个 32 个序列"""
     plain: bool = False
     """用朴素的一步（fp32、eager），而不是这台机器上最快的一步"""
+    quick: bool = False
+    """短版：100 步、预热 12 步，不编译（编译四种大小比这几步训练还久）"""
     data: str | None = None
     """tokens.pt 或它所在的文件夹；不给则用内置的《三国演义》"""
     name: str = "scaling"
@@ -92,14 +96,30 @@ class Options:
 
     def runs(self) -> list[SmallRun]:
         """全部训练，先按种子、再按大小：中途停下时，做完的种子各大小都齐。"""
+        steps, warmup = self.steps, self.warmup
+        if self.quick:
+            steps, warmup = QUICK_STEPS, QUICK_WARMUP
         base = SmallRun(
-            steps=self.steps, batch_size=self.batch_size, seq_len=self.seq_len, lr=self.lr,
-            warmup=self.warmup, weight_decay=self.weight_decay, clip=self.clip, plain=self.plain,
+            steps=steps, batch_size=self.batch_size, seq_len=self.seq_len, lr=self.lr,
+            warmup=warmup, weight_decay=self.weight_decay, clip=self.clip, plain=self.plain,
             corpus="留出十回" if self.control else self.data or "",
         )  # fmt: skip
         shapes = [parse_size(size) for size in self.sizes]
         return [replace(base, seed=seed, d_model=d_model, n_layer=n_layer)
                 for seed in self.seeds for d_model, n_layer in shapes]  # fmt: skip
+
+
+    def step_options(self) -> StepOptions:
+        """一步怎么算：这台机器上最快的一组；短版不编译，`--plain` 全都不用。"""
+        if self.plain:
+            return StepOptions()
+        best = best_options()[0]
+        return replace(best, compile=best.compile and not self.quick)
+
+    @property
+    def seed_sd(self) -> float:
+        """一次训练的最后验证 loss 随种子的标准差（nat），四种大小合起来的。"""
+        return QUICK_SD if self.quick else SEED_SD
 
 
 def parse_size(size: str) -> tuple[int, int]:
@@ -171,10 +191,11 @@ def one_seed(options: Options) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
         params = model.num_params()
         if number == len(runs) - 1 >= 3:
             known = pd.DataFrame(rows)
-            said.append(foretell(known["params"], known.filter(like="val_").iloc[:, -1], params))
+            losses = known.filter(like="val_").iloc[:, -1]
+            said.append(foretell(known["params"], losses, params, options.seed_sd))
             print(said[-1], file=sys.stderr)
         print(f"训练 {run.size}：{params:,} 个参数", file=sys.stderr)
-        curve = train(run, data, checks, model=model)
+        curve = train(run, data, checks, model=model, fast=options.step_options())
         rows.append(summarize(run, params, curve))
         curves.append(curve.assign(size=run.size, d_model=run.d_model, params=params))
     return pd.DataFrame(rows), pd.concat(curves, ignore_index=True), said
@@ -202,9 +223,11 @@ def predict(
     return float(at @ intercept_slope), float(half)
 
 
-def foretell(params: Sequence[float], losses: Sequence[float], target: int) -> str:
+def foretell(
+    params: Sequence[float], losses: Sequence[float], target: int, sd: float = SEED_SD
+) -> str:
     """训练最大的模型之前说的那句话。"""
-    guess, half = predict(params, losses, target)
+    guess, half = predict(params, losses, target, sd)
     return (f"预言：{target:,} 个参数的模型最后的验证 loss 是 {guess:.3f} ± {half:.3f} nat"
             "（由较小的几种沿 log N 外推，95 % 区间）")  # fmt: skip
 
@@ -268,7 +291,7 @@ def several_seeds(options: Options) -> pd.DataFrame:
 
     def train_one(run: SmallRun) -> pd.DataFrame:
         model = seeded_gpt(run.config(data["meta"]["vocab_size"]), run.seed)
-        curve = train(run, data, checks, model=model)
+        curve = train(run, data, checks, model=model, fast=options.step_options())
         return moments(run, curve, model.num_params())
 
     return sweep(options.runs(), path, train_one)
@@ -277,13 +300,15 @@ def several_seeds(options: Options) -> pd.DataFrame:
 # ---------------------------------------------------------------- 说
 
 
-def conclusions(table: pd.DataFrame, said: Sequence[str] = ()) -> list[str]:
+def conclusions(
+    table: pd.DataFrame, said: Sequence[str] = (), sd: float = SEED_SD
+) -> list[str]:
     """一个种子能说的话，由数字生成：差小于种子的起伏时，只说「分不清」。"""
     if len(table) < 2:
         return []
     ordered = table.sort_values("params")
     final = ordered.filter(like="val_").columns[-1]
-    margin = 2 * SEED_SD  # 两次训练之差的标准差是 √2 倍；约 1.4 个标准差，错的可能不到一成
+    margin = 2 * sd  # 两次训练之差的标准差是 √2 倍；约 1.4 个标准差，错的可能不到一成
     steps = []
     for (_, small), (_, large) in pairwise(ordered.iterrows()):
         gain = small[final] - large[final]
@@ -318,7 +343,7 @@ def main(options: Options) -> None:
     formats = dict.fromkeys(losses, "{:.3f}")
     formats |= {"first_step_s": "{:.1f}", "ms_per_step": "{:.0f}", "seconds": "{:.0f}"}
     print_table(table, formats | {"params": "{:,}"})
-    for sentence in conclusions(table, said):
+    for sentence in conclusions(table, said, options.seed_sd):
         print(f"· {sentence}")
     save_csv(table.assign(predicted=said[0] if said else ""), options.name, options)
     save_csv(curves, f"{options.name}_curve", options)
