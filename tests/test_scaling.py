@@ -16,6 +16,7 @@ from experiments.scaling import (
     by_size,
     conclusions,
     control_data,
+    ladder,
     neighbours,
     parse_size,
     predict,
@@ -212,17 +213,40 @@ def test_paired_seeds_tell_apart_what_means_cannot():
 
 @pytest.fixture(scope="module")
 def committed() -> dict[str, pd.DataFrame]:
-    """随书提交的几个种子，与留出十回的对照。"""
+    """随书提交的几个种子、短版的几个种子，与留出十回的对照。"""
     return {name: pd.read_csv(ROOT / "book" / "measured" / f"scaling_{name}.csv")
-            for name in ("seeds", "control")}  # fmt: skip
+            for name in ("seeds", "quick", "control")}  # fmt: skip
 
 
-def test_seed_noise_is_the_measured_one(committed):
-    """页面与脚本用的 `SEED_SD` 是提交的几个种子合起来的标准差，相差不到两成。"""
-    sizes = by_size(committed["seeds"])
+@pytest.mark.parametrize(
+    ("name", "options"), [("seeds", Options()), ("quick", Options(quick=True))]
+)
+def test_seed_noise_is_the_measured_one(committed, name, options):
+    """页面与脚本用的标准差是提交的几个种子合起来的，相差不到两成；那些训练就是脚本会做的。"""
+    sizes = by_size(committed[name])
     pooled = math.sqrt((sizes["std"] ** 2).mean())
     assert (sizes["count"] >= 5).all(), f"{sizes}"
-    assert SEED_SD == pytest.approx(pooled, rel=0.2), f"量到的是 {pooled:.4f}"
+    assert options.seed_sd == pytest.approx(pooled, rel=0.2), f"量到的是 {pooled:.4f}"
+    assert {run_key(run) for run in options.runs()} <= set(committed[name]["run"])
+
+
+def test_quick_does_not_compile():
+    """短版只是步数少、不编译；数据、大小、学习率都不变。"""
+    quick, full = Options(quick=True), Options()
+    assert not quick.step_options().compile and quick.runs()[0].steps == 100
+    assert quick.step_options() == replace(full.step_options(), compile=False)
+    same = {"steps": 400, "warmup": 50}
+    assert [replace(run, **same) for run in quick.runs()] == full.runs()
+
+
+def test_the_ladder_is_the_mean_of_its_seeds(committed):
+    """页面的表：一行一种大小，四个时刻都是各种子的平均；差距 = 最后的验证 − 最后 50 步的训练。"""
+    table, seeds = ladder(committed["seeds"]), committed["seeds"]
+    assert table["params"].tolist() == list(SIZES.values())
+    assert table["val_400"].tolist() == pytest.approx(by_size(seeds)["mean"].tolist())
+    small = seeds[(seeds["d_model"] == 64) & (seeds["step"] == 400)]
+    gap = (small["val_loss"] - small["train_mean"]).mean()
+    assert table["gap"].iloc[0] == pytest.approx(gap)
 
 
 def test_bigger_is_better_by_more_than_the_noise(committed):
