@@ -826,11 +826,14 @@ def test_search_finds_a_chinese_term(browser, address: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(BOOK.glob("*.md")), ids=lambda path: path.stem)
 def test_pages_follow_the_house_rules(path: Path) -> None:
-    """书页不按行号引代码、不用 ! 或 %run 运行命令；每个标题前都有 ASCII 标签。"""
+    """书页不按行号引代码、不用 ! 或 %run 运行命令；每个标题前都有 ASCII 标签；各章以标题相称。"""
     text = path.read_text(encoding="utf-8")
+    assert not re.search(r"\{doc\}`(\w+)( 一章)? <\1>`", text), "用标题称呼一章，不用文件名"
     assert not re.search(r"^:(lines|lineno-match):", text, re.MULTILINE), "按行号引用会随改动错位"
     for cell in re.findall(r"^```\{code-cell\}.*?^```", text, re.MULTILINE | re.DOTALL):
         assert not re.search(r"^\s*(!|%run\b)", cell, re.MULTILINE), cell
+        hidden = re.search(r"^:tags:.*(remove|hide)-(input|cell)", cell, re.MULTILINE)
+        assert hidden or "glue(" not in cell, f"给正文取数的 glue 不该露在读者面前：{cell}"
     prose = re.sub(r"^(`{3,}|:{3,}).*?^\1[ \t]*$", "", text, flags=re.MULTILINE | re.DOTALL)
     for heading in re.finditer(r"^#{1,6} .*", prose, re.MULTILINE):
         before = prose[: heading.start()].rstrip("\n").rsplit("\n", 1)[-1]

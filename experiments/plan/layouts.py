@@ -195,7 +195,7 @@ def layout_for(request: Request) -> str:
     )
     return (
         f"{best.describe()}；每卡约 {best.memory:.0f} GB，步时模型预测 MFU"
-        f" {best.mfu(chip):.0f} %（上限，见 mesh 一章）；{starting_words(best.layout)}"
+        f" {best.mfu(chip):.0f} %（上限，见“混合并行”一章）；{starting_words(best.layout)}"
     )
 
 
