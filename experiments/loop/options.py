@@ -22,7 +22,7 @@ class Options:
     config: str = ""  # TOML 配置文件的路径；命令行覆盖它，它覆盖预设
     out_dir: str = "runs/train_gpu"  # 放 last.pt、previous.pt、best.pt 与 log.csv 的文件夹
     init_from: str = "scratch"  # scratch、resume、Llama 文件夹，或一个 .pt 检查点（只取权重）
-    data: str = ""  # tokens.pt 的路径；空是内置的小说；synthetic 是随机 token
+    data: str = ""  # tokens.pt 或分片的文件夹；空是内置的小说；synthetic 是随机 token
     ignore_token: int = -1  # 目标等于这个 id 的位置不计入 loss（例如填充符）；-1 表示没有
     vocab_size: int = 8192  # 词表（个）
     d_model: int = 512  # 宽度（维）
