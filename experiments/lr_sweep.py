@@ -3,7 +3,7 @@
     python experiments/lr_sweep.py --quick    # 两种宽度、四个学习率、一个种子；半分钟上下
     python experiments/lr_sweep.py            # 四种宽度、三个种子，两种参数化；单线程十多分钟
 
-每个宽度对一串学习率各训练一次（2 层、60 步，词表截到 1,024），记下最后的验证 loss：一条 U 形线。
+每个宽度对一串学习率各训练一次（2 层、120 步，词表截到 1,024），记下最后的验证 loss：一条 U 形线。
 最低点和它左右的邻居定一条抛物线，顶点就是最优的学习率；最低点在最边上时没有邻居，拒绝回答。
 每个种子各求一次，种子之间的 t 分布给出区间；最优学习率对宽度的斜率也是这样。
 μP 的基准宽度上，两种参数化是同一个模型，只训练一次。
@@ -52,7 +52,7 @@ class Options:
     """种子，决定初始权重与抽样"""
     n_layer: int = 2
     """层数"""
-    steps: int = 60
+    steps: int = 120
     """每次训练几步"""
     batch_size: int = 8
     """每步几个序列（个）"""
@@ -257,23 +257,23 @@ def growth(changes: pd.DataFrame) -> pd.DataFrame:
 # ---------------------------------------------------------------- 说
 
 
+def said_shift(slope: float, half: float) -> str:
+    """斜率与区间 → 一句话：有区间才说移不移。"""
+    if math.isnan(slope):
+        return "有答案的宽度不到两个，说不出最优学习率怎样移动"
+    if math.isnan(half):
+        return f"最优学习率约按宽度的 {slope:+.2f} 次方变；一个种子，没有区间"
+    verdict = "随宽度移动" if abs(slope) > half else "区间含 0，看不出移动"
+    return f"最优学习率按宽度的 {slope:+.2f} ± {half:.2f} 次方变，{verdict}"
+
+
 def conclusions(table: pd.DataFrame) -> list[str]:
     """由数字生成的几句话：有区间才说移不移，求不出的照实说。"""
     found, lines = optima(table), []
     for row in found[found["refused"] != ""].itertuples():
         where = f"{NAMES[row.parametrization]}，宽 {row.d_model}，种子 {row.seed}"
         lines.append(f"{where}：{row.refused}")
-    for how in NAMES:
-        slope, half = shift(found, how)
-        if math.isnan(slope):
-            lines.append(f"{NAMES[how]}：有答案的宽度不到两个，说不出最优学习率怎样移动")
-        elif math.isnan(half):
-            lines.append(f"{NAMES[how]}：最优学习率约按宽度的 {slope:+.2f} 次方变；"
-                         "一个种子，没有区间")  # fmt: skip
-        else:
-            moves = "随宽度移动" if abs(slope) > half else "区间含 0，看不出移动"
-            lines.append(f"{NAMES[how]}：最优学习率按宽度的 {slope:+.2f} ± {half:.2f} 次方变，"
-                         f"{moves}")  # fmt: skip
+    lines += [f"{NAMES[how]}：{said_shift(*shift(found, how))}" for how in NAMES]
     return lines
 
 
