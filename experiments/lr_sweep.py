@@ -4,7 +4,7 @@
     python experiments/lr_sweep.py            # 四种宽度、三个种子，两种参数化；单线程十多分钟
 
 每个宽度对一串学习率各训练一次（2 层、120 步，词表截到 1,024），记下最后的验证 loss：一条 U 形线。
-最低点和它左右的邻居定一条抛物线，顶点就是最优的学习率；最低点在最边上时没有邻居，拒绝回答。
+最低点和它两旁的邻居定一条抛物线，顶点就是最优的学习率；最低点在最边上时没有邻居，拒绝回答。
 每个种子各求一次，种子之间的 t 分布给出区间；最优学习率对宽度的斜率也是这样。
 μP 的基准宽度上，两种参数化是同一个模型，只训练一次。
 留下 results/<name>.csv，一行一次训练；做完的不重做，中断了再运行同一条命令就接着走。
@@ -34,6 +34,7 @@ NAMES = {"standard": "标准", "mup": "μP"}
 VOCAB = 1024  # 只留分词器最早的这些词条：输出头便宜，各层的矩阵才占主要
 EVAL_BATCHES = 4  # 固定的验证 batch，每个 32 个序列
 COORDINATE_STEPS = 4  # 坐标检查走几步
+REACH = 2  # 抛物线用最低点两旁各几个学习率
 
 
 @dataclass(frozen=True)
@@ -134,18 +135,23 @@ def train_one(run: WidthRun, data: Mapping) -> pd.DataFrame:
 
 
 def optimum(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """U 形线的最低处：过最低点与左右邻居的抛物线（横轴 log lr）的顶点，返回学习率。
+    """U 形线的最低处：最低点与两旁各 k 个邻居的最小二乘抛物线（横轴 log lr）的顶点，返回学习率。
 
-    最低点在最边上，或邻居没有有限的 loss 时，抛出 ValueError：那里看不出哪边更低。
+    k 是 2；离边只有一格时是 1。最低点在最边上、邻居没有有限的 loss、顶点落到这几个点之外时，
+    抛出 ValueError：看不出哪边更低。
     """
     order = np.argsort(rates)
     x, y = np.log(np.asarray(rates, float)[order]), np.asarray(losses, float)[order]
     low = int(np.argmin(np.where(np.isfinite(y), y, np.inf)))
-    if not 0 < low < len(x) - 1:
+    k = min(REACH, low, len(x) - 1 - low)
+    if k < 1:
         raise ValueError(f"最低点在最边上（学习率 {np.exp(x[low]):.3g}）：往那一边再加几个学习率")
-    if not np.isfinite(y[low - 1 : low + 2]).all():
+    if not np.isfinite(y[low - k : low + k + 1]).all():
         raise ValueError(f"学习率 {np.exp(x[low]):.3g} 的邻居发散了：把间隔取小一些")
-    a, b, _ = np.polyfit(x[low - 1 : low + 2], y[low - 1 : low + 2], 2)
+    near = slice(low - k, low + k + 1)
+    a, b, _ = np.polyfit(x[near], y[near], 2)
+    if a <= 0 or not x[near][0] < -b / (2 * a) < x[near][-1]:
+        raise ValueError(f"学习率 {np.exp(x[low]):.3g} 附近不是 U 形：起伏盖过了弯曲")
     return float(np.exp(-b / (2 * a)))
 
 

@@ -1,4 +1,4 @@
-"""`lr_sweep` 一章的断言：最低点怎样求、什么时候不求，μP 改了什么，坐标检查，提交的一遍扫出了什么。"""
+"""`lr_sweep` 一章的断言：最低点怎样求、什么时候不求，μP 改了什么，坐标检查，提交的一遍。"""
 
 import math
 from dataclasses import replace
@@ -71,6 +71,13 @@ def test_a_diverged_neighbour_is_refused():
     assert 1e-3 < optimum(rates, [5.2, 5.0, 5.1, math.inf]) < 4e-3
 
 
+def test_noise_larger_than_the_bend_is_refused():
+    """五个点的抛物线开口朝下，或顶点跑到这几个点之外：不是 U 形，拒绝。"""
+    rates = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
+    with pytest.raises(ValueError, match="不是 U 形"):
+        optimum(rates, [5.0, 5.3, 4.99, 5.3, 5.0])
+
+
 def planted(power: float, seeds: int = 3, noise: float = 0.002, floor: int = 32) -> pd.DataFrame:
     """造一张扫过的表：标准参数化的最优学习率按宽度的 `power` 次方变，μP 的不变。"""
     rng, rows = np.random.default_rng(0), []
@@ -79,7 +86,8 @@ def planted(power: float, seeds: int = 3, noise: float = 0.002, floor: int = 32)
         best = 1.3e-2 * (run.d_model / floor) ** moved
         loss = 5 + 0.1 * math.log(run.lr / best) ** 2 + rng.normal(0, noise)
         rows.append({"parametrization": run.parametrization, "d_model": run.d_model,
-                     "seed": run.seed, "lr": run.lr, "base_width": 32, "val_loss": loss})  # fmt: skip
+                     "seed": run.seed, "lr": run.lr, "base_width": 32,
+                     "val_loss": loss})  # fmt: skip
     return pd.DataFrame(rows)
 
 
@@ -272,7 +280,8 @@ def test_the_base_width_is_trained_once():
 def test_script_trains_writes_and_resumes(run_script, tmp_path):
     """很短的一遍：一行一次训练；第二遍不重训，结论照印；选项写错时一句话，退出码 2。"""
     words = ["experiments/lr_sweep.py", "--widths", 32, 64, "--rates", 4e-3, 1.6e-2,
-             "--mup-rates", 1.6e-2, "--seeds", 0, "--steps", 2, "--name", "test_lr_rows"]  # fmt: skip
+             "--mup-rates", 1.6e-2, "--seeds", 0, "--steps", 2,
+             "--name", "test_lr_rows"]  # fmt: skip
     done = run_script(*words)
     assert done.returncode == 0, done.stderr[-2000:]
     for needle in ("标准：最后的验证 loss", "坐标检查", "最低点在最边上"):
