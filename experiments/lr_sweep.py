@@ -1,6 +1,6 @@
 """扫学习率：最低点随宽度怎样移动；μP 之后还移不移。
 
-    python experiments/lr_sweep.py --quick    # 两种宽度、四个学习率、一个种子；半分钟上下
+    python experiments/lr_sweep.py --quick    # 两种宽度、三个学习率、一个种子；半分钟上下
     python experiments/lr_sweep.py            # 四种宽度、三个种子，两种参数化；单线程十多分钟
 
 每个宽度对一串学习率各训练一次（2 层、120 步，词表截到 1,024），记下最后的验证 loss：一条 U 形线。
@@ -60,7 +60,7 @@ class Options:
     seq_len: int = 64
     """序列长度（token）"""
     quick: bool = False
-    """当场看的小版本：宽度 32 与 128，四个学习率，一个种子；每次从头做"""
+    """当场看的小版本：宽度 32 与 128，三个学习率，一个种子；每次从头做"""
     name: str = "lr_sweep"
     """结果文件的名字：results/<name>.csv；--quick 时 <name>_quick.csv"""
 
@@ -85,7 +85,7 @@ class Options:
 
     def small(self) -> "Options":
         """`--quick` 的那一版。"""
-        rates = (1e-3, 4e-3, 1.6e-2, 6.4e-2)
+        rates = (2e-3, 8e-3, 3.2e-2)
         return replace(self, widths=(32, 128), rates=rates, mup_rates=rates, seeds=(0,),
                        name=f"{self.name}_quick", quick=False)  # fmt: skip
 
@@ -198,19 +198,28 @@ def by_width(found: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def shift(found: pd.DataFrame, parametrization: str) -> tuple[float, float]:
-    """log 最优学习率对 log 宽度的斜率：每个种子一条直线，返回（平均，95 % 区间的半宽）。
+def slopes(found: pd.DataFrame, parametrization: str) -> np.ndarray:
+    """每个种子的 log 最优学习率对 log 宽度的斜率。
 
-    0 是不动，−1 是宽度翻倍、学习率减半。只用每个种子都有答案的宽度；不到两个时返回 NaN。
+    只用每个种子都有答案的宽度；不到两个时为空。
     """
     wide = found[found["parametrization"] == parametrization].pivot(
         index="d_model", columns="seed", values="best"
     )
     wide = wide.dropna()
     if len(wide) < 2:
-        return math.nan, math.nan
+        return np.array([])
     x = np.log(wide.index.to_numpy(float))
-    return interval([float(np.polyfit(x, np.log(wide[seed]), 1)[0]) for seed in wide.columns])
+    return np.array([np.polyfit(x, np.log(wide[seed]), 1)[0] for seed in wide.columns])
+
+
+def shift(found: pd.DataFrame, parametrization: str) -> tuple[float, float]:
+    """最优学习率按宽度的几次方变：几个种子的（平均，95 % 区间的半宽）；说不出时是 NaN。
+
+    0 是不动，−1 是宽度翻倍、学习率减半。
+    """
+    powers = slopes(found, parametrization)
+    return interval(powers) if len(powers) else (math.nan, math.nan)
 
 
 def penalty(table: pd.DataFrame, parametrization: str) -> pd.DataFrame:

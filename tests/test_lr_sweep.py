@@ -21,6 +21,7 @@ from experiments.lr_sweep import (
     optimum,
     penalty,
     shift,
+    slopes,
 )
 from experiments.training import mup
 from experiments.training.mup import WidthRun, apply_mup, build, multiples
@@ -294,3 +295,44 @@ def test_script_trains_writes_and_resumes(run_script, tmp_path):
 
 
 # ---- 随书提交的一遍 ----
+
+
+@pytest.fixture(scope="module")
+def committed() -> pd.DataFrame:
+    """随书提交的一遍扫描，一行一次训练。"""
+    return pd.read_csv(ROOT / "book" / "measured" / "lr_sweep.csv")
+
+
+def test_the_committed_sweep_is_complete(committed):
+    """提交的是默认选项的一遍：它有的宽度与种子，每个学习率都在，一次不多、一次不少。"""
+    widths, seeds = (tuple(sorted(committed[name].unique())) for name in ("d_model", "seed"))
+    runs = Options(widths=tuple(map(int, widths)), seeds=tuple(map(int, seeds))).runs()
+    assert sorted(committed["run"]) == sorted(map(run_key, runs))
+    assert len(seeds) >= 3 and np.isfinite(committed["val_loss"]).all()
+
+
+def test_every_width_has_both_sides_of_the_u(committed):
+    """提交的一遍里，每种参数化、每个宽度、每个种子的最低点两边都有邻居，没有一个拒绝。"""
+    found = optima(committed)
+    refused = found[found["refused"] != ""]
+    assert refused.empty, f"{refused}"
+
+
+def test_the_optimum_moves_under_the_standard_parametrization(committed):
+    """标准参数化：最优学习率随宽度下降，95 % 区间的上端还在 −0.2 以下。"""
+    slope, half = shift(optima(committed), "standard")
+    assert slope + half < -0.2, f"{slope:.2f} ± {half:.2f}"
+
+
+def test_the_optimum_moves_less_under_mup(committed):
+    """μP：最优学习率的次方比标准的离 0 近；逐种子之差的 95 % 区间不含 0。"""
+    found = optima(committed)
+    powers = {how: slopes(found, how) for how in ("standard", "mup")}
+    less, half = interval(powers["mup"] - powers["standard"])
+    assert less > half, f"{powers}：{less:.2f} ± {half:.2f}"
+
+
+def test_the_carried_rate_costs_more_without_mup(committed):
+    """最窄的最好学习率搬到最宽的上：标准参数化多付的大过它的误差。"""
+    worst = penalty(committed, "standard").iloc[-1]
+    assert worst["cost"] > worst["half"] > 0, f"{worst}"

@@ -11,7 +11,7 @@ NAMES = {"standard": "标准", "mup": "μP"}
 
 
 def one_update() -> Figure:
-    """一步 Adam 之后，输出变多少：d 项相加，每一项约为学习率那么大。"""
+    """一步 Adam 之后，输出变多少：d 项相加，每一项是输入乘更新，更新的大小约为学习率 η。"""
     fig, ax = canvas(15.5, 5.4, inches_per_unit=0.52)
     for left, width, name in ((0.6, 3, "窄：d = 3"), (7.4, 6, "宽：d = 6")):
         note(ax, left, 4.9, name, size=10.5)
@@ -20,8 +20,8 @@ def one_update() -> Figure:
             box(ax, left + 1.2 * i, 1.9, 1.0, 0.9, "±η", role="gradient", size=9.5)
         right = left + 1.2 * width - 0.2
         arrow(ax, (left + (right - left) / 2, 1.8), (left + (right - left) / 2, 1.2))
-        note(ax, left + (right - left) / 2, 0.8, f"输出变 ≈ {width} · η · |x|", align="center",
-             size=10)  # fmt: skip
+        said = f"上下相乘再相加：输出变 ≈ {width} · η · |x|"
+        note(ax, max(left + (right - left) / 2, 2.8), 0.8, said, align="center", size=10)
     return fig
 
 
@@ -64,8 +64,11 @@ def best_by_width(best: pd.DataFrame) -> Figure:
             ax.plot(one["d_model"], first["best"] * first["d_model"] / one["d_model"], "--",
                     color=INK["plain"].line, lw=1, label="与宽度成反比")  # fmt: skip
     widths = sorted(best["d_model"].unique())
-    ax.set(xscale="log", yscale="log", xlabel="宽度 d_model", ylabel="最优的学习率")
+    ax.set(xscale="log", yscale="log", xlabel="宽度 d_model", ylabel="最优的学习率（10⁻³）")
     ax.set_xticks(widths, [str(width) for width in widths])
+    low, high = ax.get_ylim()
+    ticks = [rate for rate in 1e-3 * 2.0 ** np.arange(-2, 8) if low <= rate <= high]
+    ax.set_yticks(ticks, [f"{rate * 1e3:g}" for rate in ticks])
     ax.minorticks_off()
     fig.legend(loc="upper center", ncols=3)
     fig.tight_layout(rect=(0, 0, 1, 0.9))
