@@ -45,7 +45,7 @@ class Options:
     """d_model；每个头 32 维"""
     rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
     """标准参数化的学习率（峰值）"""
-    mup_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
+    mup_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2, 1.28e-1)
     """μP 的学习率（基准宽度上的峰值）"""
     base_width: int = 32
     """μP 以这个宽度为准"""
