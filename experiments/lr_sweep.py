@@ -60,7 +60,7 @@ class Options:
     seq_len: int = 64
     """序列长度（token）"""
     quick: bool = False
-    """当场看的小版本：宽度 32 与 128，各三个学习率，一个种子；每次从头做"""
+    """当场看的小版本：宽度 32 与 96，各三个学习率，一个种子；每次从头做"""
     name: str = "lr_sweep"
     """结果文件的名字：results/<name>.csv；--quick 时 <name>_quick.csv"""
 
@@ -85,7 +85,7 @@ class Options:
 
     def small(self) -> "Options":
         """`--quick` 的那一版。"""
-        return replace(self, widths=(32, 128), rates=(1e-3, 4e-3, 1.6e-2),
+        return replace(self, widths=(32, 96), rates=(1e-3, 4e-3, 1.6e-2),
                        mup_rates=(4e-3, 1.6e-2, 6.4e-2), seeds=(0,),
                        name=f"{self.name}_quick", quick=False)  # fmt: skip
 
