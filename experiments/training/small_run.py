@@ -130,17 +130,19 @@ def train(
     held_out: Mapping[str, Sequence[Batch]],
     *,
     model: GPT | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     fast: StepOptions | None = None,
 ) -> pd.DataFrame:
     """训练一次，返回逐步的曲线：step、lr、train_loss、seconds，验证的那几步还有 <名字>_loss。
 
     `data` 是 `load_tokens()` 的返回值；`held_out` 是 {名字: 固定的验证 batch}，例如
-    {"val": …}；loss 的单位是 nat/token。`model` 给出时训练它（原地），否则由 `run` 造一个。
+    {"val": …}；loss 的单位是 nat/token。`model` 给出时训练它（原地），否则由 `run` 造一个；
+    `optimizer` 给出时用它（各组的学习率就是峰值），否则是全书的 AdamW。
     """
     model = model or seeded_gpt(run.config(data["meta"]["vocab_size"]), run.seed)
     if fast is None:
         fast = StepOptions() if run.plain else best_options()[0]
-    optimizer = adamw(model, run.lr, weight_decay=run.weight_decay)
+    optimizer = optimizer or adamw(model, run.lr, weight_decay=run.weight_decay)
 
     def watch(done: int) -> dict[str, float]:
         if done not in run.evaluated_at:
