@@ -134,16 +134,16 @@ def train_one(run: WidthRun, data: Mapping) -> pd.DataFrame:
 # ---------------------------------------------------------------- 最低点
 
 
-def optimum(rates: Sequence[float], losses: Sequence[float]) -> float:
+def optimum(rates: Sequence[float], losses: Sequence[float], reach: int = REACH) -> float:
     """U 形线的最低处：最低点与两旁各 k 个邻居的最小二乘抛物线（横轴 log lr）的顶点，返回学习率。
 
-    k 是 2；离边只有一格时是 1。最低点在最边上、邻居没有有限的 loss、顶点落到这几个点之外时，
+    k 是 `reach`，离边更近时少些。最低点在最边上、邻居没有有限的 loss、顶点落到这几个点之外时，
     抛出 ValueError：看不出哪边更低。
     """
     order = np.argsort(rates)
     x, y = np.log(np.asarray(rates, float)[order]), np.asarray(losses, float)[order]
     low = int(np.argmin(np.where(np.isfinite(y), y, np.inf)))
-    k = min(REACH, low, len(x) - 1 - low)
+    k = min(reach, low, len(x) - 1 - low)
     if k < 1:
         raise ValueError(f"最低点在最边上（学习率 {np.exp(x[low]):.3g}）：往那一边再加几个学习率")
     if not np.isfinite(y[low - k : low + k + 1]).all():
@@ -161,14 +161,14 @@ def both_ways(table: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([table, table[same].assign(parametrization="mup")], ignore_index=True)
 
 
-def optima(table: pd.DataFrame) -> pd.DataFrame:
+def optima(table: pd.DataFrame, reach: int = REACH) -> pd.DataFrame:
     """每种参数化、每个宽度、每个种子的最优学习率；求不出的是 NaN，`refused` 说为什么。"""
     rows = []
     keys = ["parametrization", "d_model", "seed"]
     for key, one in both_ways(table).groupby(keys, sort=True):
         row = dict(zip(keys, key, strict=True)) | {"best": math.nan, "refused": ""}
         try:
-            row["best"] = optimum(one["lr"], one["val_loss"])
+            row["best"] = optimum(one["lr"], one["val_loss"], reach)
         except ValueError as error:
             row["refused"] = str(error)
         rows.append(row | {"lowest": one["val_loss"].min()})
