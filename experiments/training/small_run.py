@@ -27,7 +27,7 @@ from model import GPT, GPTConfig
 from tokens import Batch, sample_batch, windows
 from tokens.files import atomic_write
 
-HEAD_DIM = 32  # 全书的模型每个注意力头都是 32 维
+HEAD_DIM = 32  # 全书的模型每个注意力头都是 32 维；更窄的只有一个头
 TAIL = 50  # 训练 loss 取最后这么多步的平均：单步的 loss 随 batch 起伏
 
 
@@ -65,7 +65,7 @@ class SmallRun:
     def config(self, vocab_size: int) -> GPTConfig:
         """模型的结构。"""
         return GPTConfig(vocab_size=vocab_size, d_model=self.d_model, n_layer=self.n_layer,
-                         n_head=self.d_model // HEAD_DIM, seq_len=self.seq_len)  # fmt: skip
+                         n_head=max(1, self.d_model // HEAD_DIM), seq_len=self.seq_len)  # fmt: skip
 
 
 # ---------------------------------------------------------------- 数据的次序
