@@ -13,6 +13,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 from scipy.optimize import minimize_scalar
 
 from experiments.lab.results import publish, run_main
@@ -26,8 +27,10 @@ TABLE_3 = (
     ("520e9", "3.43e25", "11.0e12"), ("1e12", "1.27e26", "21.2e12"),
 )  # fmt: skip
 SMALL, CHINCHILLA = 2.21e19, 5.76e23  # 公开复算用的算力；Chinchilla 自己用掉的算力，FLOPs
-# 同一笔算力（2.21e19）上互相矛盾的两个公开答案：(N, D)；前一个由印出来的常数算得，后一个是论文的图
+# 同一笔算力（2.21e19）上互相矛盾的两个公开答案：(N, D)；前一个由印出来的常数在格点上找到
+# （nanoGPT 的 scaling_laws.ipynb，3adf61e），后一个是论文的表 A3
 DISAGREEMENT = {"nanoGPT 的复算": (316e6, 11.65e9), "论文": (400e6, 9.2e9)}
+GRID = 2**-4  # 那份复算的格点：log10 N 相隔 1/16
 PRINTED, UNROUNDED = "Hoffmann（印刷值）", "Hoffmann（未舍入）"
 
 
@@ -94,6 +97,35 @@ def optimum_range(law: Law, flops: float) -> tuple[tuple[float, float], tuple[fl
     """
     corners = [one.optimum(flops) for one in rounding_box(law)]
     return tuple((min(values), max(values)) for values in zip(*corners, strict=True))
+
+
+def grid_optimum(law: Law, flops: float, step: float = GRID) -> tuple[float, float]:
+    """只在 N = 10^7 到 10^11、log10 相隔 `step` 的格点上找最优的 (N, D)；那份复算的找法。"""
+    params = 10 ** np.arange(7, 11, step)
+    best = params[np.argmin(law.loss(params, flops / 6 / params))]
+    return float(best), flops / 6 / float(best)
+
+
+def disagreement_steps() -> list[dict]:
+    """从复算的答案走到论文的答案，每一步的最优 N，与这一步占 ln N 之差的百分之几。"""
+    steps = {
+        "印刷值，格点": grid_optimum(PUBLISHED[PRINTED], SMALL)[0],
+        "印刷值，真的最低点": PUBLISHED[PRINTED].optimum(SMALL)[0],
+        "未舍入": PUBLISHED[UNROUNDED].optimum(SMALL)[0],
+        "论文的表 A3": DISAGREEMENT["论文"][0],
+    }
+    sizes = list(steps.values())
+    whole = math.log(sizes[-1] / sizes[0])
+    shares = [0.0, *(100 * math.log(b / a) / whole for a, b in itertools.pairwise(sizes))]
+    return [{"怎么算": name, "params": N, "tokens": SMALL / 6 / N, "share": share}
+            for (name, N), share in zip(steps.items(), shares, strict=True)]  # fmt: skip
+
+
+def rounding_share(flops: float) -> float:
+    """印刷值与重新拟合的 token / 参数之比（取对数），百分之几来自舍入，其余来自拟合。"""
+    printed, unrounded, refit = (math.log(D / N) for N, D in
+                                 (law.optimum(flops) for law in PUBLISHED.values()))  # fmt: skip
+    return 100 * (printed - unrounded) / (printed - refit)
 
 
 def regret(follow: Law, truth: Law, flops: float) -> float:
@@ -177,6 +209,8 @@ def main(options: Options) -> None:
     for name, flops in (("small", SMALL), ("chinchilla", CHINCHILLA), ("budget", options.budget)):
         publish(f"literature_{name}", f"三组常数在 {flops:.3g} FLOPs 的最优", optima(flops),
                 options, formats=formats)  # fmt: skip
+    publish("literature_steps", f"从一个答案走到另一个，{SMALL:.3g} FLOPs", disagreement_steps(),
+            options, formats=formats | {"share": "{:.0f}"})  # fmt: skip
     title = f"照着一组、世界按另一组，{options.budget:.3g} FLOPs 时多付的 loss（nat）"
     publish("literature_regret", title, regrets(options.budget), options,
             formats=dict.fromkeys(PUBLISHED, "{:.4f}"))  # fmt: skip
