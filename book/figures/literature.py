@@ -31,7 +31,7 @@ def rounding() -> Figure:
     """2.21e19 上的最优 N：印出来的常数的舍入范围，盖住了互相矛盾的两个答案。"""
     figure, axis = plt.subplots(figsize=(7.2, 2.6))
     (low, high), _ = optimum_range(PUBLISHED[PRINTED], SMALL)
-    axis.plot([low / 1e6, high / 1e6], [0, 0], lw=10, alpha=0.35, solid_capstyle="butt")
+    axis.axvspan(low / 1e6, high / 1e6, alpha=0.15, lw=0)
     points = {name: law.optimum(SMALL)[0] for name, law in PUBLISHED.items()}
     points |= {name: N for name, (N, _) in DISAGREEMENT.items()}
     names = list(points)
@@ -40,8 +40,7 @@ def rounding() -> Figure:
         axis.plot(points[name] / 1e6, y, "o", color=color)
         axis.axhline(y, color="#e5e7eb", lw=0.8, zorder=0)
     axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.set(xlabel="最优 N（百万参数）", xlim=(220, 460))
+    axis.set(xlabel="最优 N（百万参数）", xlim=(220, 460), ylim=(len(names) - 0.5, -0.5))
     figure.tight_layout()
     return figure
 
