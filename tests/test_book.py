@@ -4,6 +4,7 @@ import ast
 import functools
 import http.server
 import importlib
+import itertools
 import json
 import os
 import re
@@ -838,6 +839,24 @@ def test_pages_follow_the_house_rules(path: Path) -> None:
     for heading in re.finditer(r"^#{1,6} .*", prose, re.MULTILINE):
         before = prose[: heading.start()].rstrip("\n").rsplit("\n", 1)[-1]
         assert re.fullmatch(r"\([a-z0-9][a-z0-9-]*\)=", before), f"{heading[0]} 前面没有标签"
+
+
+def neighbours() -> list[tuple[str, str]]:
+    """目录里相邻的两页（附录除外）。"""
+    parts = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))["parts"]
+    names = [one["file"] for part in parts if part.get("numbered") for one in part["chapters"]]
+    return list(itertools.pairwise(names))
+
+
+@pytest.mark.parametrize(("name", "following"), neighbours())
+def test_the_next_step_is_the_next_page(name: str, following: str) -> None:
+    """一页末尾的“下一步”指的是目录里的下一页：插进一章之后，前一页的指路也要改。"""
+    summary = (BOOK / f"{name}.md").read_text(encoding="utf-8").rpartition("## 小结")[2]
+    title = (BOOK / f"{following}.md").read_text(encoding="utf-8")
+    label = re.search(r"^\((.+)\)=\n# ", title, re.MULTILINE)[1]
+    targets = (f"`{following}`", f"<{following}>", f"({following}.md)", f"({label})")
+    for line in re.findall(r"^下一[步章].*", summary, re.MULTILINE):
+        assert any(target in line for target in targets), f"{name} 之后是 {following}：{line}"
 
 
 @pytest.mark.parametrize("path", sorted(BOOK.glob("*.md")), ids=lambda path: path.stem)
